@@ -113,6 +113,7 @@ class ToolCall:
     arguments: dict[str, Any]
     index: int = 1  # 1-based within its message, as XTML counts
     malformed: str = ""
+    raw: str = ""  # the arguments' text where it is not JSON; ``arguments`` is then empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,8 @@ class ParsedResponse:
     """A response read back from its token ids, by channel.
 
     ``complete`` is true where the message was closed as the format asks. ``channels`` gives the channel of every
-    token that was parsed, structure tokens included, so it is as long as the ids.
+    token that was parsed, structure tokens included, so it is as long as the ids. ``errors`` says in words where the
+    response departs from the format; what could be read was read all the same.
     """
 
     reasoning: str
@@ -128,6 +130,7 @@ class ParsedResponse:
     tool_calls: tuple[ToolCall, ...] = ()
     complete: bool = True
     channels: tuple[Channel, ...] = ()
+    errors: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
