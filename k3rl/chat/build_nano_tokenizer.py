@@ -1,8 +1,8 @@
 """Build the k3-nano tokenizer: ``python -m k3rl.chat.build_nano_tokenizer [folder]``. Deterministic.
 
 A byte-level BPE of 512 ids for models that run on two cores, where each prompt token costs. In order of ids:
-256 bytes, then merges for frequent pieces of English, then whole units (a word, an attribute name, an option's
-fixed text) that are looked up before any merging, then K3's structure tokens, `[PAD]` last as in K3.
+256 bytes, then merges for frequent pieces of English, then whole units (a word, an attribute name, the fixed
+text of an option) that are looked up before any merging, then K3's structure tokens, `[PAD]` last as in K3.
 Digits and arithmetic symbols stand alone, always.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from k3rl.types import Effort
 VOCABULARY_SIZE = 512
 NANO_FOLDER = Path(__file__).parent / "nano"
 
-# Whole texts of option messages, or what precedes their variable part. Matched at the start of a segment only.
+# Whole texts of option messages, or what precedes their variable part. Matched where a segment begins.
 OPENINGS = [
     *(EFFORT_TEXT.format(effort) for effort in Effort),
     TOOLS_TEXT.split("{}")[0],
@@ -69,25 +70,29 @@ message think response tools call argument json user assistant system tool
  role| type| key| index| name| tool
 string number boolean null object array integer function name parameters properties type required description
 low high max medium true false
- the| a| of| and| to| is| in| are| with| for| from| by| that| it| as| on| at| be| or| not| each| all| one| two
- then| how| many| what| which| so| we| you| this| there| have| has| if| no| yes| an| do| first| last| next| than
- number| numbers| digit| digits| sum| list| word| words| letter| letters| order| answer| result| total| value| left
- count| sort| reverse| plus| minus| times| equals| divided| only| more| less| after| before| between| now| same
-The What How Find Compute Add Answer Give Count Sort Reply So Now It Is You is the and of answer result sum
+ the| a| of| and| to| is| in| are| with| for| from| by| that| it| as| on| at| be| or| not| each| all| one
+ two| then| how| many| what| which| so| we| you| this| there| have| has| if| no| yes| an| do| first| last
+ next| than| number| numbers| digit| digits| sum| list| word| words| letter| letters| order| answer| result
+ total| value| left| count| sort| reverse| plus| minus| times| equals| divided| only| more| less| after
+ before| between| now| same
+The What How Find Compute Add Answer Give Count Sort Reply So Now It Is You
+is the and of answer result sum
 """
 
 CORPUS = """
-What is the sum of these numbers? Compute the value and give only the answer. Add them one by one, carry when needed.
-How many letters are in the word? Count each of them, then report the total. Sort the list in ascending order.
-Reverse the digits of the number. Find the greatest common divisor of two integers. Please solve this problem step
-by step and write the final result. A person has several apples and gives some of them to another person; how many
-remain? There were three trains leaving the station at different times. Which one arrives first? The quick brown
-fox jumps over the lazy dog. Thinking longer helps with harder questions, but a short answer is better for an easy
-one. Use the tool to run the command, read its output, and continue until the tests pass. Determine whether the
-statement is true or false. If it is not, explain the reason. Consider the following sequence and predict the next
-element. Multiply, subtract, divide, compare, check, verify, correct, return, repeat, change, choose, remember.
-Yesterday the children walked along the river and watched the boats. Reading, writing, and arithmetic are taught in
-school. Information about the environment, its operation, and the condition of each component should be reported.
+What is the sum of these numbers? Compute the value and give only the answer. Add them one by one, carry
+when needed. How many letters are in the word? Count each of them, then report the total. Sort the list
+in ascending order. Reverse the digits of the number. Find the greatest common divisor of two integers.
+Please solve this problem step by step and write the final result. A person has several apples and gives
+some of them to another person; how many remain? There were three trains leaving the station at different
+times. Which one arrives first? The quick brown fox jumps over the lazy dog. Thinking longer helps with
+harder questions, but a short answer is better for an easy one. Use the tool to run the command, read its
+output, and continue until the tests pass. Determine whether the statement is true or false. If it is
+not, explain the reason. Consider the following sequence and predict the next element. Multiply,
+subtract, divide, compare, check, verify, correct, return, repeat, change, choose, remember. Yesterday
+the children walked along the river and watched the boats. Reading, writing, and arithmetic are taught in
+school. Information about the environment, its operation, and the condition of each component should be
+reported.
 """
 
 
@@ -148,7 +153,7 @@ def build() -> dict[str, Any]:
 
 
 def learn_merges(corpus: str, count: int, taken: set[str]) -> list[tuple[str, str]]:
-    """The `count` most frequent byte-pair merges of `corpus`, skipping any that would spell an entry in `taken`."""
+    """The `count` most frequent byte-pair merges of `corpus` that do not spell an entry in `taken`."""
     words = [list(byte_level_text(w.encode())) for w in re.findall(r" ?[A-Za-z]+", " ".join(corpus.split()))]
     words = [w for w in words if "".join(w) not in taken]
     merges: list[tuple[str, str]] = []
@@ -156,7 +161,7 @@ def learn_merges(corpus: str, count: int, taken: set[str]) -> list[tuple[str, st
     while len(merges) < count:
         counts: dict[tuple[str, str], int] = {}
         for word in words:
-            for pair in zip(word, word[1:], strict=False):
+            for pair in pairwise(word):
                 if pair[0] + pair[1] not in taken:
                     counts[pair] = counts.get(pair, 0) + 1
         best = max(counts, key=lambda pair: (counts[pair], pair))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from k3rl.errors import UserError, nearest
-from k3rl.types import Message, ToolCall
+from k3rl.types import Message, ParsedResponse, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An assistant's call as it is to be rendered: ``arguments``, or the text that could not be read as JSON."""
+    """An assistant's call to be rendered: ``arguments``, or ``raw`` text that could not be read as JSON."""
 
     name: str
     id: str
@@ -82,12 +82,44 @@ def _arguments(arguments: Any, name: str) -> tuple[dict[str, Any], str]:
     return arguments, ""
 
 
+def as_message(response: ParsedResponse) -> Message:
+    """A parsed response as the assistant message that renders to it. Its calls get the ids ``name:0``, ..."""
+    message: Message = {"role": "assistant", "content": response.content}
+    if response.reasoning:
+        message["reasoning_content"] = response.reasoning
+    if response.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": f"{call.name}:{n}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.raw or call.arguments},
+            }
+            for n, call in enumerate(response.tool_calls)
+        ]
+    return message
+
+
+def runs(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Consecutive tool messages together, every other message alone."""
+    run: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            run.append(message)
+            continue
+        if run:
+            yield run
+            run = []
+        yield [message]
+    if run:
+        yield run
+
+
 def tool_results(run: Sequence[Message], calls: Sequence[Call]) -> list[tuple[str, Message]]:
     """A run of consecutive tool messages in the order in which it is rendered, each with its tool's name.
 
-    Results are matched to the last assistant's calls by ``tool_call_id`` (or ``id``; ``name:0`` counts as the id
-    of the first call, if that is of ``name``) and stand in the calls' order, under the calls' names. If one result of
-    the run matches nothing, the run keeps its own order.
+    Results are matched to the last assistant's calls by ``tool_call_id`` (or ``id``; ``name:0`` counts as the
+    id of the first call, if that is of ``name``) and stand in the calls' order, under the calls' names. If
+    one result of the run matches nothing, the run keeps its own order.
     """
     positions = {f"{call.name}:{n}": n for n, call in enumerate(calls)}
     positions |= {call.id: n for n, call in enumerate(calls) if call.id}

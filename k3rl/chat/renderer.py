@@ -12,7 +12,7 @@ from k3rl.types import Effort, Message, ParsedResponse
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A conversation as ids. ``loss_mask[i]`` is true where ``ids[i]`` is what a policy should learn to write."""
+    """A conversation as ids. ``loss_mask[i]``: is ``ids[i]`` what a policy should learn to write?"""
 
     ids: list[int]
     loss_mask: list[bool]
@@ -33,7 +33,8 @@ class ResponseStream(Protocol):
 class Renderer(Protocol):
     """Messages to token ids and back, for one tokenizer.
 
-    Text that a user, a tool or a data set brings is ordinary text in every field: it never becomes a structure token.
+    Text that a user, a tool or a data set brings is ordinary text in every field: it never becomes a
+    structure token. Bad messages raise `UserError`, which names the message by its position.
     """
 
     name: str
@@ -61,9 +62,10 @@ class Renderer(Protocol):
     def extend(
         self, sampled_ids: Sequence[int], new_messages: Sequence[Message], thinking: bool = True
     ) -> list[int]:
-        """Ids to append after a sampled turn: closers that it lacks, the new messages, the next generation prompt.
-
-        ``sampled_ids`` is the last turn alone. What was sampled is never tokenised again."""
+        """Ids to append after a sampled turn: closers that it lacks, the new messages, the next generation
+        prompt. ``sampled_ids`` is the last turn alone; what was sampled is never tokenised again. A tool
+        result names its tool by ``name``, or its call by a ``tool_call_id`` such as ``add:0`` (0: the turn's
+        first call)."""
 
     def parse(self, response_ids: Sequence[int], thinking: bool = True) -> ParsedResponse:
         """One turn's ids, generation prompt excluded, read by channel."""

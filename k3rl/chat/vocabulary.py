@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-CACHED_TEXTS = 8192
-CACHED_TEXT_CHARS = 20_000
+CACHED_TEXTS, SHORT_CHARS = 8192, 1_000  # names, tags, short questions
+CACHED_LONG_TEXTS, LONG_CHARS = 256, 100_000  # system prompts, tool declarations
+UNKNOWN = "\ufffd".encode()  # an id outside the vocabulary, which a padded head can sample
 
 
 class Vocabulary(Protocol):
     """What a renderer needs of a tokenizer. Ids are dense in ``range(size)`` except for unused holes."""
 
-    size: int
-    special_ids: Mapping[str, int]
-    token_bytes: list[bytes] | None
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Structure tokens by their strings: what text never becomes."""
+
+    @property
+    def token_bytes(self) -> Sequence[bytes] | None:
+        """Bytes by id, specials as their strings; ``None`` where tokens are not byte strings."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of `text` as ordinary text: special tokens' strings in it are spelled out in pieces."""
@@ -49,10 +57,7 @@ class FastVocabulary:
         self._structure = frozenset(self.special_ids.values())
         self._plain = Tokenizer.from_str(json.dumps(_without_added_tokens(spec)))
         self.token_bytes = self._byte_table() if _is_byte_level(spec) else None
-        self._cached = lru_cache(CACHED_TEXTS)(self._encode)
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        return self._cached(text) if len(text) <= CACHED_TEXT_CHARS else self._encode(text)
+        self.encode = cached_encode(self._encode)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         if not text.isascii():
@@ -65,8 +70,7 @@ class FastVocabulary:
     def decode(self, ids: Iterable[int]) -> str:
         if self.token_bytes is None:
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        table = self.token_bytes
-        return b"".join([table[i] for i in ids]).decode("utf-8", "replace")
+        return join_bytes(self.token_bytes, list(ids)).decode("utf-8", "replace")
 
     def content_hash(self) -> str:
         digest = hashlib.sha256()
@@ -81,12 +85,31 @@ class FastVocabulary:
         return digest.hexdigest()
 
     def _byte_table(self) -> list[bytes]:
-        table = [b""] * self.size
+        table = [UNKNOWN] * self.size
         for token, i in self._tokenizer.get_vocab(with_added_tokens=False).items():
             table[i] = bytes_of_token(token)
         for t in self._spec["added_tokens"]:
             table[t["id"]] = t["content"].encode()
         return table
+
+
+def cached_encode(encode: Callable[[str], tuple[int, ...]]) -> Callable[[str], tuple[int, ...]]:
+    """`encode` behind two bounded caches, one for many short texts and one for a few long ones."""
+    short = lru_cache(CACHED_TEXTS)(encode)
+    long = lru_cache(CACHED_LONG_TEXTS)(encode)
+
+    def cached(text: str) -> tuple[int, ...]:
+        size = len(text)
+        return short(text) if size <= SHORT_CHARS else long(text) if size <= LONG_CHARS else encode(text)
+
+    return cached
+
+
+def join_bytes(table: Sequence[bytes], ids: Sequence[int]) -> bytes:
+    try:
+        return b"".join([table[i] for i in ids])
+    except IndexError:
+        return b"".join([table[i] if i < len(table) else UNKNOWN for i in ids])
 
 
 def without_surrogates(text: str) -> str:
@@ -126,7 +149,7 @@ def _is_byte_level(spec: dict[str, Any]) -> bool:
 
 
 def _without_added_tokens(spec: dict[str, Any]) -> dict[str, Any]:
-    """The same tokenizer, unable to make its added tokens. Runs of blanks that were added are no structure: kept."""
+    """The same tokenizer, unable to make its added tokens. Added runs of blanks are no structure: kept."""
     kept = [t for t in spec["added_tokens"] if not t["special"] and not t["content"].strip()]
     gone = {t["content"] for t in spec["added_tokens"]} - {t["content"] for t in kept}
     model = dict(spec["model"])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from k3rl.chat import xtml_format as fmt
-from k3rl.chat.messages import Call, calls_of, check_messages, reasoning_of, tool_results
+from k3rl.chat.messages import Call, calls_of, check_messages, reasoning_of, runs, tool_results
 from k3rl.errors import UserError, nearest
 from k3rl.types import Effort, Message
 
@@ -30,16 +30,8 @@ def context_pieces(
     response_format: dict[str, Any] | None = None,
 ) -> list[Piece]:
     """A whole context, without the generation prompt: global options, messages, one-shot options."""
-    check_messages(messages)
-    writer = XtmlWriter(thinking)
-    if tools:
-        writer.option("tool-declare", fmt.TOOLS_TEXT.replace("{}", compact_json(tools)))
-    effort = fmt.check_effort(effort)
-    if thinking and effort is not None:
-        writer.option("thinking-effort", fmt.EFFORT_TEXT.format(effort))
-    writer.messages(messages)
-    writer.tool_choice(tool_choice)
-    writer.response_format(response_format)
+    writer = PieceWriter(thinking)
+    writer.context(messages, tools, effort, tool_choice, response_format)
     return writer.pieces
 
 
@@ -51,26 +43,27 @@ def compact_json(value: Any) -> str:
         raise UserError(f"a tool declaration or schema is not JSON: {error}") from error
 
 
-class XtmlWriter:
-    """Collects the pieces of messages written one after another.
+class XtmlWriter(ABC):
+    """Writes messages one after another; a subclass says what becomes of `mark` and `text`.
 
-    ``calls`` are those of the last assistant message, for the tool results that follow.
+    ``calls`` are those of the last assistant message, for the tool results that follow. ``loss`` is true
+    while what is written is what a policy should learn to write.
     """
 
     def __init__(self, thinking: bool = True, calls: Sequence[Call] = ()) -> None:
-        self.pieces: list[Piece] = []
         self.thinking = thinking
         self.calls = list(calls)
-        self._loss = False
+        self.loss = False
 
+    @abstractmethod
     def mark(self, token: str) -> None:
-        self.pieces.append(Piece(token, True, self._loss))
+        """Write one special token."""
 
+    @abstractmethod
     def text(self, text: str) -> None:
-        if text:
-            self.pieces.append(Piece(text, False, self._loss))
+        """Write ordinary text that is tokenised on its own. Empty text writes nothing."""
 
-    def start(self, name: str, **attributes: str) -> None:
+    def start(self, name: str, /, **attributes: str) -> None:
         self.mark(fmt.OPEN)
         self.text(name)
         for key, value in attributes.items():
@@ -84,6 +77,25 @@ class XtmlWriter:
         self.mark(fmt.CLOSE)
         self.text(name)
         self.mark(fmt.SEP)
+
+    def context(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        effort: Effort | str | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+        response_format: dict[str, Any] | None = None,
+    ) -> None:
+        """Global options, messages, one-shot options."""
+        check_messages(messages)
+        effort = fmt.check_effort(effort)
+        if tools:
+            self.option("tool-declare", fmt.TOOLS_TEXT.replace("{}", compact_json(tools)))
+        if self.thinking and effort is not None:
+            self.option("thinking-effort", fmt.EFFORT_TEXT.format(effort))
+        self.messages(messages)
+        self.tool_choice(tool_choice)
+        self.response_format(response_format)
 
     def end_message(self) -> None:
         self.end("message")
@@ -101,14 +113,22 @@ class XtmlWriter:
             self.start("think" if self.thinking else "response")
 
     def messages(self, messages: Sequence[Message]) -> None:
-        for run in _runs(messages):
-            if run[0]["role"] == "tool":
-                for index, (name, message) in enumerate(tool_results(run, self.calls), 1):
-                    self.start("message", role="tool", tool=name, index=str(index))
-                    self.content(message.get("content"))
-                    self.end_message()
-            else:
-                self.message(run[0])
+        position = 1
+        for run in runs(messages):
+            try:
+                if run[0]["role"] == "tool":
+                    self.tool_run(run)
+                else:
+                    self.message(run[0])
+            except UserError as error:
+                raise UserError(f"message {position}: {error}") from error
+            position += len(run)
+
+    def tool_run(self, run: Sequence[Message]) -> None:
+        for index, (name, message) in enumerate(tool_results(run, self.calls), 1):
+            self.start("message", role="tool", tool=name, index=str(index))
+            self.content(message.get("content"))
+            self.end_message()
 
     def message(self, message: Message) -> None:
         role = "system" if message["role"] == "developer" else message["role"]
@@ -127,7 +147,7 @@ class XtmlWriter:
         """Everything after the message's opening tag carries loss, except a `json_block`."""
         self.calls = calls_of(message)
         self.start("message", role="assistant", **_name(message))
-        self._loss = True
+        self.loss = True
         if self.thinking:
             self.start("think")
             self.text(reasoning_of(message))
@@ -141,7 +161,7 @@ class XtmlWriter:
             self.end("response")
             self.tool_calls(self.calls)
             self.end_message()
-        self._loss = False
+        self.loss = False
 
     def tool_calls(self, calls: Sequence[Call]) -> None:
         if not calls:
@@ -160,12 +180,12 @@ class XtmlWriter:
         self.end("tools")
 
     def json_block(self, raw: str) -> None:
-        """Arguments that no JSON parser reads. No model shall learn to write these: the element has no loss."""
-        loss, self._loss = self._loss, False
+        """Arguments that no JSON parser reads. No model shall learn to write them: no loss."""
+        loss, self.loss = self.loss, False
         self.start("json", type="object")
         self.text(raw)
         self.end("json")
-        self._loss = loss
+        self.loss = loss
 
     def content(self, content: Any) -> None:
         if isinstance(content, str):
@@ -184,9 +204,7 @@ class XtmlWriter:
         elif kind in ("image", "image_url"):
             width, height = part.get("width"), part.get("height")
             if not (isinstance(width, int) and isinstance(height, int)):
-                raise UserError(
-                    f"a content part of type '{kind}' needs the picture's 'width' and 'height' in pixels, as whole numbers"
-                )
+                raise UserError(f"a content part of type '{kind}' needs 'width' and 'height', whole pixels")
             self.image(width, height)
         else:
             raise UserError(
@@ -206,7 +224,8 @@ class XtmlWriter:
             return
         fixed = {"required": fmt.CHOICE_REQUIRED_TEXT, "none": fmt.CHOICE_NONE_TEXT}
         if isinstance(choice, dict):
-            name = choice.get("function", choice).get("name")
+            function = choice.get("function", choice)
+            name = function.get("name") if isinstance(function, dict) else None
             if not isinstance(name, str) or not name:
                 raise UserError(f"tool_choice names no function: {choice!r:.80}")
             self.option("tool-choice", fmt.CHOICE_NAMED_TEXT.replace("{}", name))
@@ -230,8 +249,23 @@ class XtmlWriter:
             raise UserError(f"response_format type {kind!r} does not exist{nearest(str(kind), known)}")
 
 
+class PieceWriter(XtmlWriter):
+    """Collects ``pieces``, for a reader who wants to see them."""
+
+    def __init__(self, thinking: bool = True, calls: Sequence[Call] = ()) -> None:
+        super().__init__(thinking, calls)
+        self.pieces: list[Piece] = []
+
+    def mark(self, token: str) -> None:
+        self.pieces.append(Piece(token, True, self.loss))
+
+    def text(self, text: str) -> None:
+        if text:
+            self.pieces.append(Piece(text, False, self.loss))
+
+
 def typed_value(value: Any, what: str) -> tuple[str, str]:
-    """An argument's type word and its text: strings as they are, others as JSON with Python's default blanks."""
+    """An argument's type word and text: strings as they are, others as JSON with Python's blanks."""
     if isinstance(value, str):
         return "string", value
     if isinstance(value, bool):
@@ -246,20 +280,6 @@ def typed_value(value: Any, what: str) -> tuple[str, str]:
         return kind, json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{what} is not JSON: {error}") from error
-
-
-def _runs(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Consecutive tool messages together, every other message alone."""
-    run: list[Message] = []
-    for message in chain(messages, [None]):
-        if message is not None and message["role"] == "tool":
-            run.append(message)
-            continue
-        if run:
-            yield run
-            run = []
-        if message is not None:
-            yield [message]
 
 
 def _parts(content: Any) -> Sequence[Any]:
