@@ -79,6 +79,14 @@ def check_params(sampling: SamplingParams) -> None:
         raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
 
 
+_COLUMNS = (
+    ("temperature", torch.float32),
+    ("top_p", torch.float32),
+    ("top_k", torch.int64),
+    ("min_p", torch.float32),
+)
+
+
 @dataclass(slots=True)
 class RowSampling:
     """Sampling settings of N rows, on one device.
@@ -98,17 +106,42 @@ class RowSampling:
     @classmethod
     def build(cls, rows: Sequence[SamplingParams], device: torch.device | str = "cpu") -> RowSampling:
         """One row for each of ``rows``. A greedy row ignores top-p, top-k and min-p."""
-        cut = [r.temperature > 0 and (r.top_p < 1 or r.top_k > 0 or r.min_p > 0) for r in rows]
-        every_cut_has_k = all(r.top_k > 0 for r, c in zip(rows, cut, strict=True) if c)
-        return cls(
-            torch.tensor([r.temperature or 1.0 for r in rows], dtype=torch.float32, device=device),
-            torch.tensor([r.top_p if c else 1.0 for r, c in zip(rows, cut, strict=True)], device=device),
-            torch.tensor([r.top_k if c else 0 for r, c in zip(rows, cut, strict=True)], device=device),
-            torch.tensor([r.min_p if c else 0.0 for r, c in zip(rows, cut, strict=True)], device=device),
-            torch.tensor([r.temperature == 0 for r in rows], dtype=torch.bool, device=device),
-            any(cut),
-            max((r.top_k for r, c in zip(rows, cut, strict=True) if c), default=0) if every_cut_has_k else 0,
+        greedy = torch.tensor([r.temperature == 0 for r in rows], dtype=torch.bool)
+        temperature, top_p, top_k, min_p = (
+            torch.tensor([getattr(r, name) for r in rows], dtype=dtype) for name, dtype in _COLUMNS
         )
+        temperature[greedy], top_p[greedy], top_k[greedy], min_p[greedy] = 1.0, 1.0, 0, 0.0
+        return cls._summarised(temperature, top_p, top_k, min_p, greedy, device)
+
+    @classmethod
+    def _summarised(
+        cls,
+        temperature: torch.Tensor,
+        top_p: torch.Tensor,
+        top_k: torch.Tensor,
+        min_p: torch.Tensor,
+        greedy: torch.Tensor,
+        device: torch.device | str,
+    ) -> RowSampling:
+        cut = (top_p < 1) | (top_k > 0) | (min_p > 0)
+        truncated = bool(cut.any())
+        max_top_k = int(top_k.max()) if truncated and bool((top_k[cut] > 0).all()) else 0
+        columns = [c.to(device) for c in (temperature, top_p, top_k, min_p, greedy)]
+        return cls(*columns, truncated, max_top_k)
+
+    def take(self, index_N: torch.Tensor, device: torch.device | str) -> RowSampling:
+        """These rows of a table that lives on the host."""
+        columns = (self.temperature_N, self.top_p_N, self.top_k_N, self.min_p_N, self.greedy_N)
+        return RowSampling._summarised(*(c[index_N] for c in columns), device)
+
+    def set(self, row: int, other: RowSampling) -> None:
+        """Overwrite one row of a table that lives on the host with the only row of ``other``.
+
+        The table's own ``truncated`` and ``max_top_k`` are not kept up: `take` computes them.
+        """
+        self.temperature_N[row], self.top_p_N[row] = other.temperature_N[0], other.top_p_N[0]
+        self.top_k_N[row], self.min_p_N[row] = other.top_k_N[0], other.min_p_N[0]
+        self.greedy_N[row] = other.greedy_N[0]
 
 
 def _kept_threshold_N(scaled_NV: torch.Tensor, rows: RowSampling) -> torch.Tensor:
