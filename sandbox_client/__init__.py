@@ -1,0 +1,35 @@
+"""Sandboxes for untrusted code: one protocol, a local isolating backend and AgentENV. Imports nothing else of k3rl."""
+
+from sandbox_client.errors import SandboxError
+from sandbox_client.local import LocalBackend
+from sandbox_client.types import (
+    Backend,
+    Capabilities,
+    Chunk,
+    ExecResult,
+    FileInfo,
+    Limits,
+    Process,
+    Sandbox,
+    SandboxInfo,
+    SandboxSpec,
+    SnapshotInfo,
+    State,
+)
+
+__all__ = [
+    "Backend",
+    "Capabilities",
+    "Chunk",
+    "ExecResult",
+    "FileInfo",
+    "Limits",
+    "LocalBackend",
+    "Process",
+    "Sandbox",
+    "SandboxError",
+    "SandboxInfo",
+    "SandboxSpec",
+    "SnapshotInfo",
+    "State",
+]
