@@ -6,6 +6,7 @@ Two vocabularies: `FastVocabulary` over a ``tokenizer.json`` of Hugging Face's `
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,14 +56,34 @@ class FastVocabulary:
         self.added_tokens: dict[str, dict[str, Any]] = {t["content"]: t for t in structure}
         self.special_ids: dict[str, int] = {t["content"]: t["id"] for t in structure}
         self._structure = frozenset(self.special_ids.values())
-        self._plain = Tokenizer.from_str(json.dumps(_without_added_tokens(spec)))
+        plain = _without_added_tokens(spec)
+        self._plain = Tokenizer.from_str(json.dumps(plain))
         self.token_bytes = self._byte_table() if _is_byte_level(spec) else None
         self.encode = cached_encode(self._encode)
+        self.encode_inner = self._inner_encode(plain)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def text_stream(self) -> TextStream:
+        return TextStream(self)
+
+    def reference_encode(self, text: str) -> list[int]:
+        """Ids as the tokenizer itself gives them, special tokens recognised: never for foreign text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _inner_encode(self, plain: dict[str, Any]) -> Callable[[str], tuple[int, ...]]:
+        """`encode` for text after a special token, where some tokenizers add no blank before a word."""
+        if '"prepend_scheme": "first"' not in json.dumps(plain["pre_tokenizer"]):
+            return self.encode
+        rules = json.dumps(plain["pre_tokenizer"]).replace(
+            '"prepend_scheme": "first"', '"prepend_scheme": "never"'
+        )
+        inner = Tokenizer.from_str(json.dumps(plain | {"pre_tokenizer": json.loads(rules)}))
+        return cached_encode(lambda text: self._encode(text, inner))
+
+    def _encode(self, text: str, plain: Tokenizer | None = None) -> tuple[int, ...]:
         if not text.isascii():
             text = without_surrogates(text)
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        ids: list[int] = (plain or self._plain).encode(text, add_special_tokens=False).ids
         if self.token_bytes is None and not self._structure.isdisjoint(ids):
             raise ValueError(f"ordinary text was read as a special token: {text[:80]!r}")
         return tuple(ids)
@@ -91,6 +112,40 @@ class FastVocabulary:
         for t in self._spec["added_tokens"]:
             table[t["id"]] = t["content"].encode()
         return table
+
+
+class TextStream:
+    """Text of ordinary tokens as they come; bytes of an unfinished character are kept back."""
+
+    def __init__(self, vocabulary: FastVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        self._ids: list[int] = []  # not byte-level: tokens since the last flush
+        self._said = ""
+
+    def feed(self, token: int) -> str:
+        table = self._vocabulary.token_bytes
+        if table is not None:
+            return self._bytes.decode(table[token] if token < len(table) else UNKNOWN)
+        self._ids.append(token)
+        text = self._vocabulary.decode(self._ids)
+        if text.endswith("\ufffd") or not text.startswith(self._said):
+            return ""
+        new, self._said = text[len(self._said) :], text
+        return new
+
+    def pending(self) -> str:
+        """What a `flush` would give now."""
+        if self._vocabulary.token_bytes is not None:
+            return self._bytes.getstate()[0].decode("utf-8", "replace")
+        return self._vocabulary.decode(self._ids)[len(self._said) :] if self._ids else ""
+
+    def flush(self) -> str:
+        """The rest, unfinished characters as U+FFFD; the next token begins anew."""
+        rest = self.pending()
+        self._bytes.reset()
+        self._ids, self._said = [], ""
+        return rest
 
 
 def cached_encode(encode: Callable[[str], tuple[int, ...]]) -> Callable[[str], tuple[int, ...]]:
