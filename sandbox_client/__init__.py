@@ -1,4 +1,4 @@
-"""Sandboxes for untrusted code: one protocol, a local isolating backend and AgentENV. Imports nothing else of k3rl."""
+"""Sandboxes for untrusted code: one protocol, a local isolating backend, and AgentENV over HTTP."""
 
 from sandbox_client.errors import SandboxError
 from sandbox_client.local import LocalBackend

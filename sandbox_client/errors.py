@@ -54,7 +54,7 @@ class SandboxTimeout(SandboxError):
 
 
 class BrokenStream(SandboxError):
-    """A stream ended before its end event: nothing is known of the exit code. Never success."""
+    """A stream ended before its end event: the exit code is unknown. Never success."""
 
 
 class ServerFault(SandboxError):

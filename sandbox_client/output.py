@@ -70,7 +70,7 @@ async def run_to_end(
     on_output: Callable[[Chunk], None] | None,
     output_limit_bytes: int,
 ) -> ExecResult:
-    """Run a process that is about to start: feed ``stdin`` while its output is read, so that neither blocks."""
+    """Run a process that is about to start: feed ``stdin`` while its output is read, so neither blocks."""
     began = time.monotonic()
     ends = {"stdout": BothEnds(output_limit_bytes), "stderr": BothEnds(output_limit_bytes)}
     async with starting as process:

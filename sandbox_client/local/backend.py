@@ -85,7 +85,7 @@ class LocalBackend:
         return await self.create_from_tar(spec, self.host.snapshot_file(snapshot_id))
 
     async def _create_empty(self, spec: SandboxSpec) -> LocalSandbox:
-        """A create that is cancelled half-way still runs to its end in its thread; the sandbox is then killed."""
+        """A create that is cancelled still runs to its end in its thread; the sandbox is then killed."""
         future = asyncio.get_running_loop().run_in_executor(self._threads, self.host.create, spec)
         try:
             live = await asyncio.shield(future)
@@ -317,10 +317,9 @@ class LocalSandbox:
     @asynccontextmanager
     async def _request(self, request: dict[str, Any]) -> AsyncIterator[Connection]:
         live = await self._running()
-        async with open_request(
-            live.socket, f"sandbox {self.id}: {request['op']} {request.get('path', '')}".rstrip(), request
-        ) as c:
-            yield c
+        label = f"sandbox {self.id}: {request['op']} {request.get('path', '')}".rstrip()
+        async with open_request(live.socket, label, request) as connection:
+            yield connection
 
     async def _ask(self, request: dict[str, Any]) -> Any:
         async with self._request(request) as connection:
@@ -358,7 +357,7 @@ async def _send_file(connection: Connection, path: Path) -> None:
 
 
 async def _send_then_answer(connection: Connection, sending: Any) -> Any:
-    """The answer may come before all is sent, if it is an error; then the sending fails and the answer tells why."""
+    """An answer that comes before all is sent is an error; it tells why the sending failed."""
     task = asyncio.ensure_future(sending)
     try:
         answer = await connection.receive_json()

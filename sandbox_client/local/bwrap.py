@@ -6,10 +6,10 @@ Two ways, found by trying:
             and the host are different users to the kernel.
 ``userns``  as anybody: an unprivileged user namespace.
 
-In both: own pid, network, ipc, uts and mount namespaces, a seccomp filter, no capabilities, no new privileges. The
-root is an empty tmpfs, read-only, with the host's ``/usr`` and the Python installation bound read-only into
-it; ``/home/user``, ``/tmp`` and ``/dev/shm`` are size-limited tmpfs of the sandbox's own. Nothing of the host is
-writable, and of ``/etc`` only harmless files are there.
+In both: own pid, network, ipc, uts and mount namespaces, a seccomp filter, no capabilities, no new privileges.
+The root is an empty tmpfs, read-only, with the host's ``/usr`` and the Python installation bound read-only into
+it; ``/home/user``, ``/tmp`` and ``/dev/shm`` are size-limited tmpfs of the sandbox's own. Nothing of the host
+is writable, and of ``/etc`` only harmless files are there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ETC = (
 )
 _NETWORK_ETC = ("resolv.conf", "nsswitch.conf", "services", "protocols", "gai.conf")
 _JOIN = 'while [ "$1" != "--" ]; do echo $$ > "$1/cgroup.procs" || exit 97; shift; done; shift; exec "$@"'
-"""Joins the groups before anything of the sandbox runs. A shell, because a fork hook in a threaded parent is unsafe."""
+"""Joins the groups before the sandbox starts. A shell: hooks after fork are unsafe in a threaded parent."""
 FIRST_UID = 0x6B330000  # far above any account; the sandbox's id picks the offset
 
 

@@ -1,7 +1,7 @@
 """Control groups of one sandbox, on whatever this machine lets us write: v2, v1, both mixed, or nothing.
 
-Freezing and killing prefer the v2 hierarchy even where v1 has the other controllers: a v2-frozen process still
-dies of SIGKILL, a v1-frozen one only after it is thawed.
+Freezing and killing prefer the v2 hierarchy even where v1 has the other controllers: a v2-frozen process
+still dies of SIGKILL, a v1-frozen one only after it is thawed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The host's side of local sandboxes: start, freeze, expire, kill, sweep. Plain blocking code behind a lock per sandbox.
+"""The host's side of local sandboxes: start, freeze, expire, kill, sweep. Blocking code, a lock per sandbox.
 
-On disk, under ``root`` (mode 0700): ``live/<id>/`` with the init's socket, ``meta.json`` and the launcher's log; nothing
-that a sandbox wrote is ever opened from here. ``snapshots/<id>.tar`` with its ``.json``.
+On disk, under ``root`` (mode 0700): ``live/<id>/`` with the init's socket, ``meta.json`` and the launcher's log;
+nothing that a sandbox wrote is ever opened from here. ``snapshots/<id>.tar`` with its ``.json``.
 
-A sandbox never outlives its owner: its init holds the read end of a pipe whose write end only the owner has. One
-that was frozen at that moment cannot notice; the next owner's sweep kills it.
+A sandbox never outlives its owner: its init holds the read end of a pipe whose write end only the owner has.
+One that was frozen at that moment cannot notice; the next owner's sweep kills it.
 """
 
 from __future__ import annotations
@@ -320,6 +320,7 @@ class Host:
             live.account()
             _kill_processes(live.cgroup, live.init_pid, live.pidfd, isolated=self.isolation.mode != "none")
             live.launcher.wait(_STOP_S)
+            live.cgroup.kill()  # what a sandbox without a pid namespace may have left
             live.cgroup.remove()
             os.close(live.pidfd)
             shutil.rmtree(live.folder)
@@ -398,6 +399,7 @@ class Host:
                 pidfd = os.pidfd_open(pid)
         with contextlib.suppress(OSError):
             _kill_processes(cgroup, pid, pidfd, isolated=self.isolation.mode != "none")
+        cgroup.kill()
         if pidfd is not None:
             os.close(pidfd)
         with contextlib.suppress(OSError):  # a zombie of a stranger's may hold it; the next sweep tries again
@@ -474,8 +476,8 @@ def _await_init(folder: Path, launcher: subprocess.Popen[bytes]) -> None:
 
 
 def _kill_processes(cgroup: Cgroup, init_pid: int, pidfd: int | None, *, isolated: bool) -> None:
-    """With a pid namespace, the init's death is everybody's. A v1-frozen process dies once thawed."""
-    cgroup.kill()
+    """With a pid namespace, the init's death is everybody's; its launcher is left to collect it. A v1-frozen
+    process dies once thawed."""
     if not isolated and init_pid:
         stopped: set[int] = set()
         while fresh := set(tree(init_pid)) - stopped:

@@ -4,8 +4,9 @@ It accepts connections on a listening Unix socket that it inherits (the socket's
 Every connection carries one request and is served by a forked child, so that a stuck request blocks no other.
 A frame is a type byte, a 4-byte big-endian length and a payload; a request is one JSON frame ``Q``.
 
-Frames back: ``J`` the JSON answer, ``F`` a JSON error {"kind", "message"}, ``D`` data, ``Z`` end of data, and for exec ``S``
-{"pid"}, ``O`` stdout, ``E`` stderr, ``X`` {"exit_code", "timed_out"}. Frames to an exec: ``I`` stdin, ``C`` close stdin, ``K`` signal.
+Frames back: ``J`` the JSON answer, ``F`` a JSON error {"kind", "message"}, ``D`` data, ``Z`` end of data, and for
+exec ``S`` {"pid"}, ``O`` stdout, ``E`` stderr, ``X`` {"exit_code", "timed_out"}. Frames to an exec: ``I`` stdin,
+``C`` close stdin, ``K`` signal.
 When the client of an exec goes away, the command and its descendants are killed.
 """
 
@@ -171,7 +172,7 @@ def spawn(request):
     in_r, in_w = os.pipe() if request["stdin"] else (os.open("/dev/null", os.O_RDONLY), None)
     pid = os.fork()
     if pid == 0:
-        # Above the standard three and the failure pipe, or dup2 would overwrite a source before its turn.
+        # Moved out of the way first, or dup2 would overwrite a source before its turn.
         import fcntl
 
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in (in_r, out_w, err_w, fail_w)]
@@ -188,7 +189,7 @@ def spawn(request):
 
 
 class Exec:
-    """One command: moves bytes between its pipes and the client within bounded buffers, and keeps its time."""
+    """One command: moves bytes between its pipes and the client in bounded buffers, and keeps its time."""
 
     GRACE_S = 0.25  # after the command's end, for output that background children still hold
 

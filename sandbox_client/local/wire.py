@@ -1,4 +1,4 @@
-"""The host's end of the frames that a sandbox's init speaks (see `init.py`). Whatever comes back is untrusted.
+"""The host's end of the frames that a sandbox's init speaks (see `init.py`). What comes back is untrusted.
 
 One connection per request. Closing it cancels the request; an exec's descendants are then killed inside.
 """
