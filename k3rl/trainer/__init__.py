@@ -1,0 +1,11 @@
+"""The torch side: turns batches of trajectories or conversations into optimiser steps.
+
+worker = TrainerWorker(ModelConfig(path="k3-nano"), TrainerConfig())
+metrics = worker.step(selection.trained)          # RL: trajectories with advantages
+metrics = worker.sft_step([(ids, loss_mask, 1.0)])
+"""
+
+from k3rl.trainer.examples import Example, SftSequence
+from k3rl.trainer.worker import TrainerWorker
+
+__all__ = ["Example", "SftSequence", "TrainerWorker"]
