@@ -26,8 +26,9 @@ _HERMES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """``end``: the special token behind an assistant's turn, or empty. ``thinks``: reasoning is written
-    between ``<think>`` tags. ``opens_thinking``: does a prompt end with ``<think>``, by thinking off and on? ``hermes_tools``: declares tools and writes calls as ``<tool_call>`` JSON."""
+    """``end``: the special token behind an assistant's turn, or empty. ``hermes_tools``: the template
+    declares tools and writes calls as ``<tool_call>`` JSON. ``thinks``: it writes reasoning between
+    ``<think>`` tags. ``opens_thinking``: does its prompt end with ``<think>``, with thinking off and on?"""
 
     end: str
     has_system: bool

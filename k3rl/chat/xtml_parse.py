@@ -298,6 +298,8 @@ class XtmlStream:
             self._call.malformed = "its arguments stand in a JSON block, which is for text that is no JSON"
         elif state is State.CALL:
             self._end_call()
+        elif state is State.MESSAGE and State.RESPONSE not in self.opened:
+            self._note("the message has no response")
 
     def _end_argument(self) -> None:
         key, kind = self._argument

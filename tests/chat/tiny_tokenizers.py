@@ -62,7 +62,7 @@ Tools:
 </think>
 
 {% endif %}{% endif %}"""
-"""Behaves as Qwen3's: thinking of turns before the last question is dropped, results are grouped in a user turn."""
+"""Behaves as Qwen3's: drops thinking of turns before the last question, groups results in a user turn."""
 
 OPENER = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
 """The prompt opens the thinking itself, and the template never writes any."""
@@ -112,7 +112,7 @@ def byte_level(tags_are_tokens: bool = True, special_entries: bool = False) -> T
 
 
 def sentencepiece_like(prepend: str = "first") -> Tokenizer:
-    """Blanks as ▁, unknown characters as byte tokens, specials among the model's entries: as Llama 2 and Mistral."""
+    """Blanks as ▁, bytes for unknown characters, specials among the model's entries, as Mistral has it."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prepend, split=False)
     tokenizer.decoder = decoders.Sequence(
@@ -135,7 +135,8 @@ def write_folder(
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "bos_token": {"content": bos}}
+    token = {"__type": "AddedToken", "content": bos, "lstrip": False, "rstrip": False, "normalized": False}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "bos_token": token}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
