@@ -38,13 +38,21 @@ def _mix_numpy(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def uniform_numpy(keys_N: np.ndarray, positions_N: np.ndarray) -> np.ndarray:
-    """Draw number ``positions_N`` of the streams ``keys_N`` (int64): float64 in [0, 1), 53 random bits."""
+def _stream_numpy(keys_N: np.ndarray, positions_N: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         keys, positions = np.asarray(keys_N).astype(np.uint64), np.asarray(positions_N).astype(np.uint64)
         golden = np.uint64(_GOLDEN)
-        bits = _mix_numpy(_mix_numpy(keys + golden) ^ ((positions + np.uint64(1)) * golden))
-        return (bits >> np.uint64(11)).astype(np.float64) * _TWO_TO_MINUS_53
+        return _mix_numpy(_mix_numpy(keys + golden) ^ ((positions + np.uint64(1)) * golden))
+
+
+def stream_bits(key: int, position: int) -> int:
+    """The 64 bits behind one draw: a seed for generators that are not this one."""
+    return int(_stream_numpy(np.array([key]), np.array([position]))[0])
+
+
+def uniform_numpy(keys_N: np.ndarray, positions_N: np.ndarray) -> np.ndarray:
+    """Draw number ``positions_N`` of the streams ``keys_N`` (int64): float64 in [0, 1), 53 random bits."""
+    return (_stream_numpy(keys_N, positions_N) >> np.uint64(11)).astype(np.float64) * _TWO_TO_MINUS_53
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:

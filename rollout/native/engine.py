@@ -11,7 +11,7 @@ products; in deterministic mode (`rollout.native.fixed`) not even that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -22,9 +22,10 @@ from rollout.engine import EngineStats, Generation
 from rollout.native.fixed import FixedForward
 from rollout.native.prefix_cache import PrefixCache
 from rollout.native.runner import ModelRunner
-from rollout.native.sequence import Sequence, StopStrings
+from rollout.native.sequence import Sequence
 from rollout.native.slots import SlotPool
-from rollout.sampling import check_params, sample, uniform_torch
+from rollout.native.stops import Decode, StopRules, check_request
+from rollout.sampling import sample, uniform_torch
 
 
 class NativeEngine:
@@ -52,7 +53,7 @@ class NativeEngine:
         max_context: int | None = None,
         eos_token_ids: Iterable[int] = (),
         *,
-        decode: Callable[[list[int]], str] | None = None,
+        decode: Decode | None = None,
         max_batch_tokens: int = 2048,
         kv_budget_tokens: int | None = None,
         keep_cache: bool = False,
@@ -93,61 +94,21 @@ class NativeEngine:
         generations = list(generations)
         seen = set(self._by_id)
         for generation in generations:
-            self._check(generation, seen)
+            vocab_size = self._runner.model.vocab_size
+            check_request(generation, seen, vocab_size, self.max_context, self._decode_text)
             seen.add(generation.id)
         for generation in generations:
-            sequence = self._sequence(generation)
-            reason = sequence.stop_reason() if generation.token_ids else None
-            if reason is not None:
+            stop = StopRules(generation, self.eos_token_ids, self.max_context, self._decode_text)
+            reason = stop.reason(generation)
+            if reason is not None:  # what it brought has spent its budget
                 self._pool.kept.pop(generation.id, None)
                 generation.stop_reason = reason
                 self._finished.append(generation)
-            else:
-                self._by_id[generation.id] = sequence
-                self._pool.waiting.append(sequence)
-
-    def _check(self, generation: Generation, taken: set[str]) -> None:
-        name = f"generation '{generation.id}'"
-        if generation.done:
-            raise ValueError(f"{name} is already finished: {generation.stop_reason}")
-        if generation.id in taken:
-            raise ValueError(f"{name} is already queued or running")
-        if not generation.context_ids:
-            raise ValueError(f"{name} has an empty context")
-        if len(generation.context_ids) >= self.max_context:
-            raise ValueError(
-                f"{name}: a context of {len(generation.context_ids)} tokens leaves no room "
-                f"in {self.max_context}"
-            )
-        if not len(generation.token_ids) == len(generation.logprobs) == len(generation.versions):
-            raise ValueError(f"{name}: tokens, log-probs and versions differ in number")
-        ids = generation.context_ids + generation.token_ids
-        if min(ids) < 0 or max(ids) >= self._runner.model.vocab_size:
-            raise ValueError(f"{name}: token ids must lie in [0, {self._runner.model.vocab_size})")
-        check_params(generation.sampling)
-        if generation.sampling.stop_strings:
-            if self._decode_text is None:
-                raise ValueError(f"{name} has stop strings, but the engine was made without `decode`")
-            if not all(generation.sampling.stop_strings):
-                raise ValueError(f"{name} has an empty stop string")
-
-    def _sequence(self, generation: Generation) -> Sequence:
-        params = generation.sampling
-        strings = None
-        if params.stop_strings:
-            strings = StopStrings(params.stop_strings, self._decode_text)
-            for end in range(1, len(generation.token_ids)):  # a resumed response: read it again, as it grew
-                strings.hit(generation.token_ids[:end])
-        self._order += 1
-        return Sequence(
-            generation=generation,
-            ids=generation.context_ids + generation.token_ids,
-            order=self._order,
-            limit=min(params.max_tokens, self.max_context - len(generation.context_ids)),
-            stops=frozenset(params.stop_token_ids)
-            | (frozenset() if params.ignore_eos else self.eos_token_ids),
-            strings=strings,
-        )
+                continue
+            self._order += 1
+            ids = generation.context_ids + generation.token_ids
+            self._by_id[generation.id] = sequence = Sequence(generation, ids, self._order, stop)
+            self._pool.waiting.append(sequence)
 
     def pending(self) -> int:
         return len(self._by_id) + len(self._finished)
@@ -307,7 +268,7 @@ class NativeEngine:
         generation.logprobs.append(logprob)
         generation.versions.append(self.version)
         sequence.ids.append(token)
-        generation.stop_reason = sequence.stop_reason()
+        generation.stop_reason = sequence.stop.reason(generation)
 
     def _leave(self, sequence: Sequence) -> None:
         del self._by_id[sequence.generation.id]
