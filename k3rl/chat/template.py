@@ -283,7 +283,8 @@ class TemplateRenderer:
             head, rest = messages[0], messages[1:]
             texts = [head["content"], *extra] if role == "system" else [*extra, head["content"]]
             return [{**head, "content": "\n\n".join(t for t in texts if t)}, *rest]
-        return [{"role": role, "content": "\n\n".join(extra)}, *messages]
+        texts = [self.facts.default_system, *extra]
+        return [{"role": role, "content": "\n\n".join(t for t in texts if t)}, *messages]
 
 
 def _template_call(call: Call) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class TemplateStream:
         self.calls: list[ToolCall] = []
         self._whole = False
         self._pending = ""  # read, and perhaps the beginning of a tag
-        self._newlines = ""  # at the end of a channel's text: dropped if a tag follows
+        self._held = ""  # blanks at an edge of a text: dropped if a tag follows
         self._trim = True  # newlines that begin a channel are layout
         self._texts: dict[Channel, list[str]] = {Channel.THINK: [], Channel.RESPONSE: []}
         self._call: list[str] = []
@@ -67,14 +67,21 @@ class TemplateStream:
         self._deltas: list[Delta] = []
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
+        texts: list[str] = []
+        at = self._position + len(self._pending)
         for token in ids:
-            self._starts.append(self._position + len(self._pending))
             if token in self._stop or token in self._special:
-                self._scan(self._decoder.flush(), final=True)
-                self._starts[-1] = self._position
+                self._scan("".join(texts) + self._decoder.flush(), final=True)
+                texts = []
+                self._starts.append(self._position)
                 self._structure(token)
+                at = self._position
             else:
-                self._scan(self._decoder.feed(token))
+                self._starts.append(at)
+                text = self._decoder.feed(token)
+                at += len(text)
+                texts.append(text)
+        self._scan("".join(texts))
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -84,7 +91,7 @@ class TemplateStream:
         errors = list(self.errors)
         channel = _CHANNEL[self.state]
         if channel in texts:
-            texts[channel] += self._cleaned(self._newlines + self._pending + self._decoder.pending())
+            texts[channel] += self._cleaned(self._held + self._pending + self._decoder.pending())
         if self.state is TemplateState.CALL:
             errors.append("a tool call is not closed and is dropped")
         if self.state is not TemplateState.DONE:
@@ -129,7 +136,7 @@ class TemplateStream:
         self._whole = self.state in (TemplateState.START, TemplateState.RESPONSE)
         channel = _CHANNEL[self.state]
         if channel in self._texts:
-            self._say(channel, self._newlines)
+            self._say(channel, self._held)
         if self.state is TemplateState.CALL:
             self._note("a tool call is not closed and is dropped")
         if self.state is TemplateState.THINK:
@@ -168,12 +175,12 @@ class TemplateStream:
         elif self.state is TemplateState.CALL:
             self._call.append(text)
         elif self.state is TemplateState.START:
-            self._newlines += text  # blanks, dropped if thinking follows
+            self._held += text  # blanks, dropped if thinking follows
         else:
-            text = self._newlines + text
+            text = self._held + text
             cleaned = self._cleaned(text)
             kept = cleaned.rstrip("\n")
-            self._newlines = cleaned[len(kept) :] if kept or not self._trim else ""
+            self._held = cleaned[len(kept) :] if kept or not self._trim else ""
             self._trim = self._trim and not kept
             self._say(_CHANNEL[self.state], kept)
 
@@ -188,7 +195,9 @@ class TemplateStream:
     def _tag(self, tag: str, target: TemplateState) -> None:
         if self.state is TemplateState.CALL:
             self._end_call()
-        self._newlines = ""
+        elif self.state is TemplateState.START and tag == CALL_OPEN:
+            self._say(Channel.RESPONSE, self._cleaned(self._held).rstrip("\n"))  # blanks, after all
+        self._held = ""
         self._trim = tag != CALL_CLOSE
         self._enter(tag, target)
         self.state = target

@@ -26,12 +26,14 @@ _HERMES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """``end``: the special token behind an assistant's turn, or empty. ``hermes_tools``: the template
-    declares tools and writes calls as ``<tool_call>`` JSON. ``thinks``: it writes reasoning between
-    ``<think>`` tags. ``opens_thinking``: does its prompt end with ``<think>``, with thinking off and on?"""
+    """``end``: the special token behind an assistant's turn, or empty. ``default_system``: what the template
+    says as system where no message does. ``hermes_tools``: it declares tools and writes calls as
+    ``<tool_call>`` JSON. ``thinks``: it writes reasoning between ``<think>`` tags. ``opens_thinking``: does
+    its prompt end with ``<think>``, with thinking off and on?"""
 
     end: str
     has_system: bool
+    default_system: str
     hermes_tools: bool
     thinks: bool
     opens_thinking: tuple[bool, bool]
@@ -57,6 +59,7 @@ def probe(template: ChatTemplate, stop_tokens: Sequence[str]) -> TemplateFacts:
     return TemplateFacts(
         end=_end_token(template, stop_tokens),
         has_system=_SYSTEM in _try(template, [{"role": "system", "content": _SYSTEM}, _USER]),
+        default_system=_default_system(template),
         hermes_tools=hermes,
         thinks=thinks,
         opens_thinking=(_opens(template.render([_USER], (), True, False)), _opens(prompt)),
@@ -87,6 +90,16 @@ def _end_token(template: ChatTemplate, stop_tokens: Sequence[str]) -> str:
     special = [t for t, facts in template.vocabulary.added_tokens.items() if facts["special"]]
     match = template.first_token(after, stop_tokens) or template.first_token(after, special)
     return match[0] if match else ""
+
+
+def _default_system(template: ChatTemplate) -> str:
+    """What the template puts where a system message's content would stand; empty if nothing."""
+    before, mark, after = _try(template, [{"role": "system", "content": MARK}, _USER]).partition(MARK)
+    without = _try(template, [_USER])
+    if not (mark and before and without.startswith(before) and without.endswith(after)):
+        return ""
+    text = without[len(before) : len(without) - len(after)]
+    return "" if template.first_token(text, list(template.vocabulary.special_ids)) else text.strip()
 
 
 def _has_hermes_tools(template: ChatTemplate) -> bool:

@@ -138,6 +138,23 @@ def test_effort_goes_into_the_system_text(name: str) -> None:
         )
 
 
+def test_effort_joins_the_system_text_that_a_template_has_by_default() -> None:
+    template = (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Tiny.<|im_end|>\n{% endif %}"
+        + CHATML
+    )
+    renderer = build(template, byte_level(), "<|im_end|>")
+    text = renderer.decode(renderer.encode_prompt([user("Hi")], effort="low"))
+    assert text.startswith(
+        "<|im_start|>system\nYou are Tiny.\n\nThinking effort: low.<|im_end|>\n<|im_start|>user"
+    )
+    own = renderer.decode(
+        renderer.encode_prompt([{"role": "system", "content": "Other."}, user("Hi")], effort="low")
+    )
+    assert own.startswith("<|im_start|>system\nOther.\n\nThinking effort: low.<|im_end|>\n<|im_start|>user")
+    assert all(r.facts.default_system == "" for r in RENDERERS.values())
+
+
 # Nothing foreign becomes structure
 
 FORGERIES = [
@@ -306,7 +323,7 @@ def test_the_generation_prompt_carries_no_loss() -> None:
 # Reading
 
 
-plain = st.text(alphabet="ab é你<>/|\n", max_size=12).filter(lambda t: t == t.strip("\n"))
+plain = st.text(alphabet="a \n<é你>/|", max_size=12).filter(lambda t: t == t.strip("\n"))
 
 
 @many
@@ -319,7 +336,7 @@ def test_render_parse_render_gives_the_same_ids(name, content, reasoning, thinks
     response = renderer.parse(whole[len(prompt) :])
     assert response.complete
     assert not response.errors
-    assert response.content == content or (not thinks and content != content.strip())
+    assert response.content == content
     assert response.reasoning == (reasoning if thinks else "")
     assert [c.arguments for c in response.tool_calls] == [CALL["function"]["arguments"]] * calls
     assert renderer.encode_conversation([user("Hi"), as_message(response)]).ids == whole
