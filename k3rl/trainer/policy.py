@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from k3rl.models import LanguageModel
 from k3rl.trainer.logprobs import linear_logprobs
@@ -56,6 +58,35 @@ class Policy(nn.Module):
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that train, by name; tied ones once."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def whole_weights(
+    policy: nn.Module, model: LanguageModel, dtypes: dict[str, torch.dtype]
+) -> Iterator[tuple[str, Tensor]]:
+    """What `LanguageModel.named_weights` gives, from a model whose parameters may be sharded or of a wider
+    type.
+
+    Sharded tensors are gathered one at a time, so all ranks must iterate together. Names, order and dtypes
+    are those the model was loaded with; `ValueError` where a weight isn't one of them.
+    """
+    if not any(isinstance(p, DTensor) for p in policy.parameters()):
+        source: Iterator[tuple[str, Tensor]] = model.named_weights()
+    else:
+        source = _gathered(model)
+    for name, tensor in source:
+        if name not in dtypes:
+            raise ValueError(f"weight '{name}' isn't one of those the model was loaded with")
+        yield name, tensor.to(dtypes[name])
+
+
+def _gathered(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue  # tied
+        seen.add(id(tensor))
+        whole = tensor.detach()
+        yield from model.unfuse(name, whole.full_tensor() if isinstance(whole, DTensor) else whole)
 
 
 def device_of(name: str) -> torch.device:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -32,8 +32,10 @@ from k3rl.trainer.examples import (
     sampled_positions,
 )
 from k3rl.trainer.optimizer import Masters, build_optimizer, clip_gradients, rate, set_rate
-from k3rl.trainer.policy import Policy, device_of, trainable
+from k3rl.trainer.policy import Policy, device_of, trainable, whole_weights
 from k3rl.types import Trajectory
+from k3rl.weights import Canary, Handshake, Publication, Publisher, canary_sequences, make_transport
+from k3rl.weights.transports import Transport
 
 Metrics = dict[str, float]
 
@@ -67,6 +69,8 @@ class TrainerWorker:
         temperature: float = 1.0,
         device: str = "auto",
         world: World | None = None,
+        transport: Transport | str = "shm",
+        handshake: Handshake | None = None,
     ) -> None:
         self.config, self.seed = config, seed
         self.world = world or World()
@@ -88,6 +92,9 @@ class TrainerWorker:
         self.masters = Masters(self.parameters, config.master_weights)
         self.optimizer = build_optimizer(config.optimizer, self.masters.targets)
         self.algorithm = Algorithm(config.objective)
+        if isinstance(transport, str):
+            transport = make_transport(transport)
+        self.publisher = Publisher(transport, handshake)
         self.version = 0
         """Optimiser steps behind the weights."""
 
@@ -186,6 +193,38 @@ class TrainerWorker:
                 if id(e) in index:
                     scored[index[id(e)]] = row
         return scored
+
+    # -- weights
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names and whole tensors in the dtype they were loaded in; every rank must iterate in
+        step.
+        """
+        return whole_weights(self.policy, self.model, self.dtypes)
+
+    def score_ids(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
+        """Log-probs (temperature 1) of ``sequence[start:]``, as `Engine.score` gives them; ``start`` >= 1."""
+        examples = [
+            Example("", np.asarray(ids, np.int64), np.arange(start, len(ids), dtype=np.int64))
+            for ids, start in zip(sequences, starts, strict=True)
+        ]
+        return [row.tolist() for row in self._score(examples, 1.0)]
+
+    def canary(self) -> Canary:
+        """Fixed sequences and their log-probs under the present weights."""
+        sequences = canary_sequences(self.model.vocab_size)
+        starts = [1] * len(sequences)
+        rows = self.score_ids(sequences, starts)
+        return Canary(sequences, tuple(starts), tuple(tuple(row) for row in rows))
+
+    def publication(self) -> Publication | None:
+        """The present weights through the worker's transport; ``None`` on ranks other than 0."""
+        canary = self.canary()
+        if self.world.rank == 0:
+            return self.publisher.publish(self.named_weights(), self.version, canary)
+        for _ in self.named_weights():
+            pass
+        return None
 
     # -- the step itself
 
