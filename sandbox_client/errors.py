@@ -50,7 +50,8 @@ class Unavailable(SandboxError):
 
 
 class SandboxTimeout(SandboxError):
-    """No answer within the call's limit. The server may still finish it: poll before assuming that it failed."""
+    """No answer within the call's limit. The server may still finish it: poll before assuming that it
+    failed."""
 
 
 class BrokenStream(SandboxError):

@@ -58,8 +58,8 @@ class LocalBackend:
     """Sandboxes under bubblewrap. They end with this object or with this process.
 
     ``root`` holds the snapshots, which stay. ``template`` of a spec is ``"base"`` or a snapshot's id or name.
-    Raises `IsolationUnavailable` where the machine cannot isolate, unless ``unsafe``: then code runs as a plain
-    child process with this user's rights, for code that you trust.
+    Raises `IsolationUnavailable` where the machine cannot isolate, unless ``unsafe``: then code runs as a
+    plain child process with this user's rights, for code that you trust.
     """
 
     name = "local"
@@ -337,7 +337,8 @@ class LocalSandbox:
 
 
 async def all_or_none(making: Sequence[Coroutine[Any, Any, S]]) -> list[S]:
-    """Sandboxes made side by side. If one fails, or the caller is cancelled, those already made are killed."""
+    """Sandboxes made side by side. If one fails, or the caller is cancelled, those already made are
+    killed."""
     tasks = [asyncio.ensure_future(m) for m in making]
     try:
         return list(await asyncio.gather(*tasks))

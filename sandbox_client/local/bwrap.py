@@ -6,10 +6,10 @@ Two ways, found by trying:
             and the host are different users to the kernel.
 ``userns``  as anybody: an unprivileged user namespace.
 
-In both: own pid, network, ipc, uts and mount namespaces, a seccomp filter, no capabilities, no new privileges.
-The root is an empty tmpfs, read-only, with the host's ``/usr`` and the Python installation bound read-only into
-it; ``/home/user``, ``/tmp`` and ``/dev/shm`` are size-limited tmpfs of the sandbox's own. Nothing of the host
-is writable, and of ``/etc`` only harmless files are there.
+In both: own pid, network, ipc, uts and mount namespaces, a seccomp filter, no capabilities, no new
+privileges. The root is an empty tmpfs, read-only, with the host's ``/usr`` and the Python installation bound
+read-only into it; ``/home/user``, ``/tmp`` and ``/dev/shm`` are size-limited tmpfs of the sandbox's own.
+Nothing of the host is writable, and of ``/etc`` only harmless files are there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The host's side of local sandboxes: start, freeze, expire, kill, sweep. Blocking code, a lock per sandbox.
 
-On disk, under ``root`` (mode 0700): ``live/<id>/`` with the init's socket, ``meta.json`` and the launcher's log;
-nothing that a sandbox wrote is ever opened from here. ``snapshots/<id>.tar`` with its ``.json``.
+On disk, under ``root`` (mode 0700): ``live/<id>/`` with the init's socket, ``meta.json`` and the launcher's
+log; nothing that a sandbox wrote is ever opened from here. ``snapshots/<id>.tar`` with its ``.json``.
 
 A sandbox never outlives its owner: its init holds the read end of a pipe whose write end only the owner has.
 One that was frozen at that moment cannot notice; the next owner's sweep kills it.

@@ -4,10 +4,10 @@ It accepts connections on a listening Unix socket that it inherits (the socket's
 Every connection carries one request and is served by a forked child, so that a stuck request blocks no other.
 A frame is a type byte, a 4-byte big-endian length and a payload; a request is one JSON frame ``Q``.
 
-Frames back: ``J`` the JSON answer, ``F`` a JSON error {"kind", "message"}, ``D`` data, ``Z`` end of data, and for
-exec ``S`` {"pid"}, ``O`` stdout, ``E`` stderr, ``X`` {"exit_code", "timed_out"}. Frames to an exec: ``I`` stdin,
-``C`` close stdin, ``K`` signal.
-When the client of an exec goes away, the command and its descendants are killed.
+Frames back: ``J`` the JSON answer, ``F`` a JSON error {"kind", "message"}, ``D`` data, ``Z`` end of data, and
+for exec ``S`` {"pid"}, ``O`` stdout, ``E`` stderr, ``X`` {"exit_code", "timed_out"}. Frames to an exec: ``I``
+stdin, ``C`` close stdin, ``K`` signal. When the client of an exec goes away, the command and its descendants
+are killed.
 """
 
 import contextlib
@@ -165,7 +165,8 @@ def become(request, fds, failure):
 
 
 def spawn(request):
-    """-> pid, stdin write end or None, stdout read end, stderr read end. Raises OSError if it cannot start."""
+    """-> pid, stdin write end or None, stdout read end, stderr read end. Raises OSError if it cannot
+    start."""
     out_r, out_w = os.pipe()
     err_r, err_w = os.pipe()
     fail_r, fail_w = os.pipe()

@@ -1,8 +1,8 @@
 """A seccomp filter as classic BPF, built here so that no libseccomp is needed.
 
 A deny list: what a sandboxed program never needs and what has been a way out of containers before. Denied
-calls fail with EPERM, so that programs report an error instead of dying. ``clone3`` fails with ENOSYS because its
-flags lie in memory where a filter cannot read them; every libc then falls back to ``clone``.
+calls fail with EPERM, so that programs report an error instead of dying. ``clone3`` fails with ENOSYS because
+its flags lie in memory where a filter cannot read them; every libc then falls back to ``clone``.
 """
 
 from __future__ import annotations
