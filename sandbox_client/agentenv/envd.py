@@ -225,13 +225,16 @@ class Envd:
         return headers
 
     async def ready(self) -> None:
-        """Wait until the daemon answers, if nothing has been asked of it since create or resume."""
+        """Wait until the daemon answers, if nothing has been asked of it since create or resume.
+
+        Not by ``/health``: the server has that path itself and would answer for the daemon.
+        """
         if not self._fresh:
             return
         for attempt in range(self._config.first_call_tries):
             try:
-                request = self._client.build_request("GET", self._url("health"), headers=self._headers())
-                await send(self._client, request, f"{self.label}: health")
+                request = self._client.build_request("GET", self._url("envs"), headers=self._headers())
+                await send(self._client, request, f"{self.label}: envs")
                 break
             except (Unavailable, ServerFault, SandboxTimeout):
                 if attempt + 1 == self._config.first_call_tries:

@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import uvicorn
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from sandbox_client import Limits, LocalBackend, SandboxSpec
@@ -148,7 +148,7 @@ class AgentEnvServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        asyncio.run(self.backend.close())
+        self.backend.host.close()
 
     def start(self) -> None:
         config = uvicorn.Config(
@@ -169,7 +169,7 @@ class AgentEnvServer:
 
     def stop(self) -> None:
         """The sandboxes stay, as AgentENV's paused ones do."""
-        self._server.should_exit = True
+        self._server.should_exit = self._server.force_exit = True
         self._thread.join(10)
 
     @property
@@ -182,6 +182,10 @@ class AgentEnvServer:
         transport = send.__self__.transport
         request = Request(scope, receive)
         self.requests.append(f"{request.method} {request.url.path}")
+        try:
+            await request.body()  # before any delay: a real server has the request even if its client leaves
+        except ClientDisconnect:
+            return
         fault = self._fault(request)
         if fault is not None:
             await asyncio.sleep(fault.delay_s)
@@ -243,18 +247,19 @@ class AgentEnvServer:
     async def dispatch(self, request: Request) -> Response:
         await self._expire()
         headers = request.headers
-        if "x-agentenv-sandbox-id" in headers or "e2b-sandbox-id" in headers:
-            return await self.data_plane(request)
-        if request.url.path == "/health":
+        if request.url.path == "/health":  # the server's own, whatever the headers say
             return Response(status_code=204)
-        keys = headers.getlist("x-api-key")
-        refused = any(name in headers for name in ("authorization", "x-team-id", "x-admin-token"))
-        if keys != [self.api_key] or refused:
-            raise Problem(401, "unauthorized")
         for method, pattern, handler in self._routes:
             match = re.fullmatch(re.sub(r"\{\w+\}", "([^/]+)", pattern), request.url.path)
             if match and method == request.method:
+                keys = headers.getlist("x-api-key")
+                if keys != [self.api_key] or {"authorization", "x-team-id", "x-admin-token"} & set(
+                    headers.keys()
+                ):
+                    raise Problem(401, "unauthorized")
                 return await self._recorded(request, pattern, handler, match.groups())
+        if "x-agentenv-sandbox-id" in headers or "e2b-sandbox-id" in headers:
+            return await self.data_plane(request)
         raise Problem(404, "no such route")
 
     async def _recorded(

@@ -25,6 +25,7 @@ except IsolationUnavailable as error:
     UNAVAILABLE = str(error)
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
+LIBC = "import ctypes; l = ctypes.CDLL(None, use_errno=True); "
 LIMITS = Limits(memory_bytes=128 * MIB, disk_bytes=32 * MIB, processes=32)
 
 
@@ -139,8 +140,9 @@ async def test_disk_filler_fills_its_own_disk(sandbox) -> None:
 
 
 async def test_ptrace_and_signals_reach_nothing_outside(sandbox) -> None:
-    code = "import ctypes; l = ctypes.CDLL(None, use_errno=True); print(l.ptrace(16, 1, 0, 0), ctypes.get_errno())"
-    assert (await python(sandbox, code)).stdout == "-1 1\n"
+    assert (
+        await python(sandbox, LIBC + "print(l.ptrace(16, 1, 0, 0), ctypes.get_errno())")
+    ).stdout == "-1 1\n"
     me = os.getpid()
     done = await sandbox.exec(f"kill -0 {me} 2>&1; kill -9 1; sleep 0.1; echo still here")
     assert "still here" in done.stdout
@@ -170,15 +172,14 @@ async def test_ptrace_and_signals_reach_nothing_outside(sandbox) -> None:
 async def test_ways_out_of_containers_are_refused(sandbox, call: str) -> None:
     if not seccomp.supported() or os.uname().machine != "x86_64":
         pytest.skip("system call numbers of x86_64")
-    done = await python(
-        sandbox, f"import ctypes; l = ctypes.CDLL(None, use_errno=True); print({call}, ctypes.get_errno())"
-    )
+    done = await python(sandbox, LIBC + f"print({call}, ctypes.get_errno())")
     assert done.stdout == "-1 1\n", (call, done)
 
 
 async def test_clone3_is_absent_so_that_programs_use_clone(sandbox) -> None:
-    code = "import ctypes; l = ctypes.CDLL(None, use_errno=True); print(l.syscall(435, 0, 0), ctypes.get_errno())"
-    assert (await python(sandbox, code)).stdout == "-1 38\n"
+    assert (
+        await python(sandbox, LIBC + "print(l.syscall(435, 0, 0), ctypes.get_errno())")
+    ).stdout == "-1 38\n"
     threads = "import threading; t = threading.Thread(target=print, args=(7,)); t.start(); t.join()"
     assert (await python(sandbox, threads)).stdout == "7\n"
 
