@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from k3rl.algorithms import Algorithm, LossOutput, Sum, TokenBatch
 from k3rl.config.trainer import TrainerConfig
 from k3rl.errors import RunError, UserError
 from k3rl.models import LanguageModel, ModelConfig, load_model
-from k3rl.trainer import packing
+from k3rl.trainer import checkpoint, packing
 from k3rl.trainer.diagnostics import Columns, diagnose, sft_metrics
 from k3rl.trainer.distributed import World
 from k3rl.trainer.examples import (
@@ -94,6 +95,7 @@ class TrainerWorker:
         self.algorithm = Algorithm(config.objective)
         if isinstance(transport, str):
             transport = make_transport(transport)
+        self._background = checkpoint.Background()
         self.publisher = Publisher(transport, handshake)
         self.version = 0
         """Optimiser steps behind the weights."""
@@ -225,6 +227,23 @@ class TrainerWorker:
         for _ in self.named_weights():
             pass
         return None
+
+    def save(self, folder: Path | str, tokenizer_dir: Path | str | None = None) -> None:
+        """See `k3rl.trainer.checkpoint`. In the background where the config says so; `wait` for it before
+        exit.
+        """
+        if self.config.checkpoint.asynchronous and self.world.size == 1:
+            self._background.start(checkpoint.save_snapshot(self, folder, tokenizer_dir, copy=True))
+        else:
+            checkpoint.save(self, folder, tokenizer_dir)
+
+    def wait(self) -> None:
+        """Until a background save is on disk; raises what went wrong with it."""
+        self._background.wait()
+
+    def load(self, folder: Path | str) -> None:
+        """Exact resume from a folder that `save` wrote, with any number of ranks."""
+        checkpoint.load(self, folder)
 
     # -- the step itself
 
