@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from k3rl.types import StopReason
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 class SamplingParams:
     """How one response is sampled. Log-probs returned are those of the processed distribution.
 
-    ``max_tokens`` is the trajectory's whole budget: tokens that a `Generation` already holds count towards it.
+    ``max_tokens`` is the trajectory's whole budget: tokens that a `Generation` already holds count.
     ``stop_strings`` are matched on the detokenised text and end the response after the token that completes
     one; the tokens stay.
     """
@@ -56,6 +57,9 @@ class Generation:
     versions: list[int] = field(default_factory=list)  # policy version by token
     stop_reason: StopReason | None = None
     error: str = ""
+    routing: np.ndarray | None = None
+    """Experts that each token took, int16 [context and response, less the newest token; expert layers;
+    experts a token], where the engine records them: a trainer that replays them chooses as the engine did."""
 
     @property
     def done(self) -> bool:
@@ -73,7 +77,7 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """See the module's docstring. Errors: `RuntimeError` where a call does not fit the engine's state, such as
+    """See the module's docstring. Errors: `RuntimeError` where a call does not fit the engine's state, like
     generating without weights after a deep sleep; `ValueError` for a request that can never be served."""
 
     def submit(self, generations: Iterable[Generation]) -> None:

@@ -473,8 +473,8 @@ class RolloutPool:
         def then(ack: Ack) -> None:
             if (ack.version, ack.checksum) != (publication.version, publication.checksum):
                 raise RunError(
-                    f"{ack.receiver} holds weights version {ack.version} after {publication.version} was
-                    loaded"
+                    f"{ack.receiver} holds weights version {ack.version} after "
+                    f"{publication.version} was loaded"
                 )
             self._last_news_s = self._clock()
             if publication is self._publication:

@@ -44,6 +44,8 @@ class NativeEngine:
     deterministic     results independent of batching to the last bit, slowly: see `rollout.native.fixed`.
     prefix_bytes      size of the prefix cache (0: none), in blocks of ``prefix_block`` tokens, with running
                       states kept every ``prefix_interval`` tokens of a prefill and at the ends of turns.
+    record_routing    note the experts of every token in its `Generation`, for models that have some. A prefix
+                      from the cache would have none, so the two exclude each other.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class NativeEngine:
         prefix_bytes: int = 0,
         prefix_block: int = 64,
         prefix_interval: int = 512,
+        record_routing: bool = False,
         version: int = 0,
     ) -> None:
         self.max_context = min(max_context or model.max_context, model.max_context)
@@ -70,12 +73,23 @@ class NativeEngine:
             raise ValueError(
                 f"a KV budget of {budget} tokens cannot hold one sequence of max_context {self.max_context}"
             )
+        if record_routing and (prefix_bytes or deterministic or not hasattr(model, "record_routing")):
+            raise ValueError(
+                "record_routing needs a model with experts, and neither prefixes nor determinism"
+            )
         self.max_batch_tokens = max(max_batch_tokens, max_slots)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.version = version
         self._decode_text = decode
         self._keep_cache, self._reuse_stale = keep_cache, reuse_stale
-        self._runner = ModelRunner(model, max_slots, self.max_context, budget, narrow=not deterministic)
+        self._runner = ModelRunner(
+            model,
+            max_slots,
+            self.max_context,
+            budget,
+            narrow=not deterministic,
+            record_routing=record_routing,
+        )
         self._fixed = FixedForward(model) if deterministic else None
         self._prefixes = PrefixCache(prefix_bytes, prefix_block) if prefix_bytes else None
         self._interval = -(-prefix_interval // prefix_block) * prefix_block
@@ -150,8 +164,10 @@ class NativeEngine:
         rows, hidden = list(batch.sequences), []
         if rows:
             hidden.append(self._runner.decode(batch.tokens_N, batch.slots_N))
-            for sequence in rows:
+            for row, sequence in enumerate(rows):
                 sequence.filled += 1
+                if self._runner.record_routing:
+                    sequence.record(self._runner.routing[row : row + 1])
         self._prefill(self.max_batch_tokens - len(rows), rows, hidden)
         if not rows:
             return done
@@ -201,8 +217,12 @@ class NativeEngine:
             return
         hidden_ND = self._runner.prefill(chunks, [s.slot for s in chosen])
         take: list[int] = []
+        at = 0
         for row, (sequence, chunk) in enumerate(zip(chosen, chunks, strict=True)):
             sequence.filled += len(chunk)
+            if self._runner.record_routing:
+                sequence.record(self._runner.routing[at : at + len(chunk)])
+            at += len(chunk)
             self._prefilled += len(chunk)
             self._checkpoint(sequence)
             if sequence.missing == 0:
@@ -324,6 +344,11 @@ class NativeEngine:
             raise RuntimeError("the engine sleeps: wake it first")
         if not self._runner.memory.has_weights:
             raise RuntimeError("no weights: they were dropped by a level 2 sleep and not loaded since")
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache instead of being computed."""
+        return self._prefixes.hit_tokens if self._prefixes is not None else 0
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -28,13 +28,21 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: LanguageModel, max_slots: int, max_context: int, kv_budget_tokens: int, narrow: bool
+        self,
+        model: LanguageModel,
+        max_slots: int,
+        max_context: int,
+        kv_budget_tokens: int,
+        narrow: bool,
+        record_routing: bool = False,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.max_slots, self.max_context, self.kv_budget_tokens = max_slots, max_context, kv_budget_tokens
         self._first_width = min(_FIRST_WIDTH, max_context) if narrow else max_context
         self.memory = ModelMemory(model)
         self.cache: Cache | None = None
+        self.record_routing = record_routing
+        self.routing: np.ndarray | None = None  # newest forward's, int16 [T, expert layers, experts a token]
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +103,15 @@ class ModelRunner:
     def decode(self, tokens_N: torch.Tensor, slots_N: torch.Tensor) -> torch.Tensor:
         """One token for each of N different slots: hidden states [N, D]."""
         cu = torch.arange(tokens_N.shape[0] + 1, device=self.device)
-        return self.model(tokens_N, cu, self.cache, slots_N)
+        return self._forward(tokens_N, cu, slots_N)
+
+    def _forward(self, ids_T: torch.Tensor, cu: torch.Tensor, slots_N: torch.Tensor) -> torch.Tensor:
+        if not self.record_routing:
+            return self.model(ids_T, cu, self.cache, slots_N)
+        with self.model.record_routing() as record:
+            hidden_TD = self.model(ids_T, cu, self.cache, slots_N)
+        self.routing = record.ids_TLK().cpu().numpy()
+        return hidden_TD
 
     @torch.inference_mode()
     def prefill(self, chunks: list[list[int]], slots: list[int]) -> torch.Tensor:
@@ -103,7 +119,7 @@ class ModelRunner:
         cu = np.concatenate([[0], np.cumsum([len(c) for c in chunks])])
         ids_T = torch.from_numpy(np.concatenate([np.asarray(c, np.int64) for c in chunks])).to(self.device)
         slots_N = torch.tensor(slots, device=self.device)
-        hidden_TD = self.model(ids_T, torch.from_numpy(cu).to(self.device), self.cache, slots_N)
+        hidden_TD = self._forward(ids_T, torch.from_numpy(cu).to(self.device), slots_N)
         return hidden_TD[torch.from_numpy(cu[1:] - 1).to(self.device)]
 
     @torch.inference_mode()

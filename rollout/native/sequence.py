@@ -32,6 +32,23 @@ class Sequence:
     filled: int = 0
     leader: Sequence | None = None
     twins: list[Sequence] = field(default_factory=list)
+    routing: list[np.ndarray] = field(default_factory=list)  # noted since the record was last written
+
+    def record(self, routing_TLK: np.ndarray) -> None:
+        """Note the routing of tokens that end at `filled`. What is noted already stays, though it be computed
+        again: it is what the tokens after it were sampled with."""
+        held = self.generation.routing
+        noted = sum(map(len, self.routing)) + (0 if held is None else len(held))
+        if self.filled > noted:
+            self.routing.append(routing_TLK[len(routing_TLK) - (self.filled - noted) :])
+
+    def settle(self) -> None:
+        """Write what was noted into the generation's record; due whenever the sequence gives up its slot."""
+        held = self.generation.routing
+        parts = ([] if held is None else [held]) + self.routing
+        if self.routing:
+            self.generation.routing = np.concatenate(parts)
+            self.routing = []
 
     @property
     def missing(self) -> int:
