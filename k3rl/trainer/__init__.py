@@ -6,6 +6,7 @@ metrics = worker.sft_step([(ids, loss_mask, 1.0)])
 """
 
 from k3rl.trainer.examples import Example, SftSequence
+from k3rl.trainer.group import TrainerGroup
 from k3rl.trainer.worker import TrainerWorker
 
-__all__ = ["Example", "SftSequence", "TrainerWorker"]
+__all__ = ["Example", "SftSequence", "TrainerGroup", "TrainerWorker"]

@@ -187,5 +187,6 @@ def speed(outputs: Sequence[StepOutput]) -> dict[str, float]:
         "train/tokens": float(tokens),
         "train/trained_tokens": float(sum(o.trained_tokens for o in outputs)),
         "train/seconds_s": seconds,
+        "train/peak_memory_bytes": float(max(o.peak_bytes for o in outputs)),
         "train/tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
     }

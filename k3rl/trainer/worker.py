@@ -7,6 +7,7 @@ a count that is known for the whole batch before the first pass and checked agai
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from k3rl.algorithms import Algorithm, LossOutput, Sum, TokenBatch
 from k3rl.config.trainer import TrainerConfig
 from k3rl.errors import RunError, UserError
 from k3rl.models import LanguageModel, ModelConfig, load_model
-from k3rl.trainer import checkpoint, packing
+from k3rl.trainer import checkpoint, memory, offload, packing
 from k3rl.trainer.diagnostics import Columns, diagnose, sft_metrics
 from k3rl.trainer.distributed import World
 from k3rl.trainer.examples import (
@@ -39,6 +40,7 @@ from k3rl.weights import Canary, Handshake, Publication, Publisher, canary_seque
 from k3rl.weights.transports import Transport
 
 Metrics = dict[str, float]
+log = logging.getLogger("k3rl.trainer")
 
 
 @dataclass(slots=True)
@@ -52,6 +54,7 @@ class StepOutput:
     tokens: int = 0
     trained_tokens: int = 0
     seconds_s: float = 0.0
+    peak_bytes: int = 0
     sums: dict[str, Sum] = field(default_factory=dict)
     columns: Columns = field(default_factory=Columns)
 
@@ -91,6 +94,7 @@ class TrainerWorker:
         if not self.parameters:
             raise UserError("the model has no parameter that trains")
         self.masters = Masters(self.parameters, config.master_weights)
+        log.info(str(memory.plan(self.model, config, self.device, self.world.size)))
         self.optimizer = build_optimizer(config.optimizer, self.masters.targets)
         self.algorithm = Algorithm(config.objective)
         if isinstance(transport, str):
@@ -115,7 +119,7 @@ class TrainerWorker:
 
     def step_examples(self, examples: Sequence[Example]) -> StepOutput:
         """A rank's share of a step: one or more optimiser steps (`minibatches` x `epochs`)."""
-        started, output = time.monotonic(), StepOutput()
+        started, output = self._begin()
         parts = self._minibatches(examples)
         first = {e.key: i for i, e in enumerate(examples)}
         output.columns = Columns.empty(examples)
@@ -125,8 +129,7 @@ class TrainerWorker:
         for number, part in enumerate(parts):
             keep = output.columns if number < self.config.minibatches else None
             self._update(part, output, keep)
-        output.seconds_s = time.monotonic() - started
-        return output
+        return self._end(started, output)
 
     def _minibatches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Groups stay whole; the order is a function of seed and version."""
@@ -160,7 +163,7 @@ class TrainerWorker:
 
     def sft_examples(self, examples: Sequence[Example]) -> StepOutput:
         """A rank's share of an SFT step."""
-        started, output = time.monotonic(), StepOutput()
+        started, output = self._begin()
 
         def loss(micro: packing.MicroBatch, logprobs_P: Tensor, entropy_P: Tensor) -> LossOutput:
             weight_P = micro.repeat([e.weight for e in micro.examples], logprobs_P.dtype)
@@ -170,8 +173,7 @@ class TrainerWorker:
 
         share = float(sum(e.weight * e.sequence_tokens for e in examples))
         self._train(examples, share, loss, output)
-        output.seconds_s = time.monotonic() - started
-        return output
+        return self._end(started, output)
 
     # -- scoring
 
@@ -245,6 +247,25 @@ class TrainerWorker:
         """Exact resume from a folder that `save` wrote, with any number of ranks."""
         checkpoint.load(self, folder)
 
+    # -- taking turns on one device
+
+    def sleep(self) -> None:
+        """Weights and optimiser state to host memory; nothing to do on a CPU. Ends the last publication."""
+        self.publisher.close()
+        if self.device.type == "cuda":
+            offload.move(self.policy, self.masters, self.optimizer, torch.device("cpu"))
+
+    def wake(self) -> None:
+        """The reverse of `sleep`."""
+        if self.device.type == "cuda":
+            offload.move(self.policy, self.masters, self.optimizer, self.device)
+
+    def close(self) -> None:
+        """Finish background work and leave the process group."""
+        self.wait()
+        self.publisher.close()
+        self.world.close()
+
     # -- the step itself
 
     def _passes(self, examples: Sequence[Example]) -> list[packing.MicroBatch]:
@@ -293,6 +314,17 @@ class TrainerWorker:
         if not math.isclose(float(counted), share, rel_tol=1e-9, abs_tol=1e-9):
             raise RunError(f"the loss counted {float(counted)} in its denominator, the batch has {share}")
         self._apply(output)
+
+    def _begin(self) -> tuple[float, StepOutput]:
+        memory.start_peak(self.device)
+        return time.monotonic(), StepOutput()
+
+    def _end(self, started: float, output: StepOutput) -> StepOutput:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        output.seconds_s = time.monotonic() - started
+        output.peak_bytes = memory.peak_bytes(self.device)
+        return output
 
     def _apply(self, output: StepOutput) -> None:
         targets = self.masters.targets

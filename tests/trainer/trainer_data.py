@@ -37,8 +37,10 @@ def close(a: TrainerWorker, b: TrainerWorker, atol: float = 1e-6) -> bool:
     return all(torch.allclose(a.gradients[n], b.gradients[n], atol=atol, rtol=0) for n in a.gradients)
 
 
-def worker(seed: int = 1, lr: float = 1e-2, model=None, world=None, **config) -> TrainerWorker:
-    settings = TrainerConfig(optimizer=AdamWConfig(lr=lr), **config)
+def worker(
+    seed: int = 1, lr: float = 1e-2, model=None, world=None, optimizer_eps: float = 1e-8, **config
+) -> Recording:
+    settings = TrainerConfig(optimizer=AdamWConfig(lr=lr, eps=optimizer_eps), **config)
     return Recording(
         model if model is not None else nano(seed), settings, seed=seed, world=world, device="cpu"
     )

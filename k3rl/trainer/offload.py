@@ -1,0 +1,26 @@
+"""Giving the device to the rollout engine and taking it back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from k3rl.trainer.optimizer import Masters
+
+
+def move(policy: nn.Module, masters: Masters, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Weights, masters and optimiser state to another device; identities of parameters stay."""
+    if any(p.device != device for p in policy.parameters()):
+        policy.to(device)
+    with torch.no_grad():
+        for copy in masters.copies.values():
+            copy.data = copy.data.to(device, non_blocking=True)
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and (value.ndim > 0 or device.type == "cpu" or value.is_cuda):
+                    state[key] = value.to(device, non_blocking=True)
+    if device.type == "cpu" and torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    elif device.type == "cuda":
+        torch.cuda.synchronize()
