@@ -129,8 +129,9 @@ def command(
     fds: Descriptors,
     cgroups: list[Path],
     memory_by_group: bool,
+    init: Path = INIT,
 ) -> list[str]:
-    """The whole command line of one sandbox."""
+    """The whole command line of one sandbox. ``init`` may be the compiled one."""
     uid = user_id(isolation, sandbox_id)
     args = [isolation.bwrap, "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     args += [] if network else ["--unshare-net"]
@@ -168,7 +169,7 @@ def command(
     ]
     args += ["--size", str(limits.disk_bytes), "--perms", "0700", "--tmpfs", HOME]
     args += ["--size", str(limits.disk_bytes), "--perms", "1777", "--tmpfs", "/tmp"]
-    args += ["--perms", "0755", "--dir", "/run", "--ro-bind", str(INIT), "/run/init.py", "--remount-ro", "/"]
+    args += ["--perms", "0755", "--dir", "/run", "--ro-bind", str(init), "/run/init", "--remount-ro", "/"]
     if fds.seccomp is not None:
         args += ["--seccomp", str(fds.seccomp)]
     config = {
@@ -179,7 +180,7 @@ def command(
         "writable": [HOME],
         "rlimits": _rlimits(limits, memory_by_group),
     }
-    args += ["--", isolation.python, "-I", "-S", "-B", "/run/init.py", json.dumps(config)]
+    args += ["--", isolation.python, "-I", "-S", "-B", "/run/init", json.dumps(config)]
     return _in_groups(args, cgroups)
 
 

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import py_compile
 import shutil
 import signal
 import socket
@@ -108,6 +109,8 @@ class Host:
         if root.stat().st_uid != os.geteuid():
             raise PermissionError(f"{root} belongs to another user")
         root.chmod(0o700)
+        self._init = root / f"init-{os.getpid()}.pyc"  # compiled once instead of in every sandbox
+        py_compile.compile(str(bwrap.INIT), cfile=str(self._init), doraise=True)
         self._prefix = hashlib.blake2b(str(root.resolve()).encode(), digest_size=4).hexdigest()
         self._lifeline_r, self._lifeline_w = os.pipe()
         self._live: dict[str, Live] = {}
@@ -174,7 +177,14 @@ class Host:
                 fds = self._descriptors(stack, sandbox_id, listener.fileno(), info_w)
                 by_group = "memory" in cgroup.controllers
                 args = bwrap.command(
-                    self.isolation, sandbox_id, spec.limits, spec.network, fds, cgroup.folders, by_group
+                    self.isolation,
+                    sandbox_id,
+                    spec.limits,
+                    spec.network,
+                    fds,
+                    cgroup.folders,
+                    by_group,
+                    self._init,
                 )
             launcher = subprocess.Popen(
                 args,
@@ -368,6 +378,7 @@ class Host:
             known = list(self._live)
         for sandbox_id in known:
             self.kill(sandbox_id)
+        self._init.unlink(missing_ok=True)
         os.close(self._lifeline_w)
         os.close(self._lifeline_r)
 
@@ -388,6 +399,9 @@ class Host:
                     continue
                 self._clear_away(folder, meta)
                 swept.append(folder.name)
+            for file in self.root.glob("init-*.pyc"):
+                if not Path("/proc", file.stem.removeprefix("init-")).exists():
+                    file.unlink(missing_ok=True)
         return swept
 
     def _clear_away(self, folder: Path, meta: dict[str, int]) -> None:

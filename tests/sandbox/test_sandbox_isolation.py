@@ -107,7 +107,7 @@ async def test_other_sandboxes_are_out_of_sight(backend, sandbox) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/usr/bin/x", "/etc/x", "/x", "/dev/x", "/run/init.py", "/home/x", "/proc/sys/kernel/hostname"]
+    "path", ["/usr/bin/x", "/etc/x", "/x", "/dev/x", "/run/init", "/home/x", "/proc/sys/kernel/hostname"]
 )
 async def test_nothing_is_writable_outside_the_private_layer(sandbox, path: str) -> None:
     done = await sandbox.exec(f"echo x > {path}")
