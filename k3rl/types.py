@@ -198,6 +198,7 @@ class Trajectory:
     token_advantages: list[float] | None = None  # by sampled token; distillation fills it
     teacher_logprobs: list[float] | None = None  # by sampled token
     trainer_logprobs: list[float] | None = None  # by sampled token, before the update it was trained in
+    routing: Any = None  # the engine's experts: int16 array [tokens read, expert layers, experts a token]
 
     @property
     def id(self) -> str:

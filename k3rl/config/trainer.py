@@ -109,6 +109,8 @@ class TrainerConfig(Config):
     """Keep float32 copies of bfloat16 weights for the optimiser: without them most small updates round to
     nothing.
     """
+    replay_routing: bool = True
+    """Where the engine recorded which experts each token took, take the same ones; weights stay the live router's."""
     lora: LoraConfig | None = None
     """Train low-rank adapters only."""
     parallel: ParallelConfig = ParallelConfig()

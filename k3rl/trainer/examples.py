@@ -92,6 +92,7 @@ def from_trajectory(trajectory: Trajectory, group: int, version: int) -> Example
         behaviour=np.asarray(trajectory.logprobs, np.float32),
         advantage=advantage,
         staleness=version - np.asarray(trajectory.policy_versions, np.int64),
+        routing=_routing(trajectory),
     )
     for name in ("behaviour", "advantage", "staleness"):
         if len(getattr(example, name)) != n:
@@ -107,6 +108,19 @@ def from_trajectory(trajectory: Trajectory, group: int, version: int) -> Example
             f"trajectory {trajectory.id}: version {newest} sampled it, the trainer is at {version}"
         )
     return example
+
+
+def _routing(trajectory: Trajectory) -> NDArray[np.int16] | None:
+    """The engine's experts for every token. The last token may not have been read by the engine; nothing is
+    predicted from it, so it takes the experts of the one before.
+    """
+    if trajectory.routing is None:
+        return None
+    routing = np.asarray(trajectory.routing, np.int16)
+    length = len(trajectory.prompt_ids) + len(trajectory.token_ids)
+    if routing.ndim != 3 or len(routing) not in (length - 1, length):
+        raise ValueError(f"trajectory {trajectory.id}: routing of shape {routing.shape} for {length} tokens")
+    return routing if len(routing) == length else np.concatenate([routing, routing[-1:]])
 
 
 def from_trajectories(trajectories: Sequence[Trajectory], version: int) -> list[Example]:

@@ -33,6 +33,7 @@ from k3rl.trainer.examples import (
     from_trajectories,
     sampled_positions,
 )
+from k3rl.trainer.experts import ExpertWatch, engine_routing
 from k3rl.trainer.optimizer import Masters, build_optimizer, clip_gradients, rate, set_rate
 from k3rl.trainer.policy import Policy, device_of, trainable, whole_weights
 from k3rl.types import Trajectory
@@ -97,6 +98,7 @@ class TrainerWorker:
         log.info(str(memory.plan(self.model, config, self.device, self.world.size)))
         self.optimizer = build_optimizer(config.optimizer, self.masters.targets)
         self.algorithm = Algorithm(config.objective)
+        self.experts = ExpertWatch(self.model)
         if isinstance(transport, str):
             transport = make_transport(transport)
         self._background = checkpoint.Background()
@@ -284,12 +286,18 @@ class TrainerWorker:
     def _forward(
         self, micro: packing.MicroBatch, entropy_gradient: bool, temperature: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        routing = None
-        if all(e.routing is not None for e in micro.examples):
-            routing = torch.from_numpy(np.concatenate([e.routing for e in micro.examples]))
-        return self.policy(
-            micro.ids_T, micro.cu_N1, micro.predict_P, micro.targets_P, entropy_gradient, temperature, routing
-        )
+        recorded = engine_routing(micro)
+        replay = recorded if self.config.replay_routing else None
+        with self.experts.watch(recorded):
+            return self.policy(
+                micro.ids_T,
+                micro.cu_N1,
+                micro.predict_P,
+                micro.targets_P,
+                entropy_gradient,
+                temperature,
+                replay,
+            )
 
     def _train(self, examples, share, loss, output: StepOutput, entropy_gradient: bool = False) -> None:
         """Accumulate the gradient of sum / global denominator over all passes, then one optimiser step."""
@@ -298,6 +306,7 @@ class TrainerWorker:
             return  # nothing carries loss anywhere: no update, no new version
         counted = torch.zeros((), dtype=torch.float64)
         self.optimizer.zero_grad(set_to_none=True)
+        self.experts.reset()
         for micro in self._passes(examples):
             logprobs_P, entropy_P = self._forward(micro, entropy_gradient)
             if micro.examples[0] is _IDLE:
@@ -313,6 +322,7 @@ class TrainerWorker:
                 output.sums[name] = output.sums[name] + value if name in output.sums else value
         if not math.isclose(float(counted), share, rel_tol=1e-9, abs_tol=1e-9):
             raise RunError(f"the loss counted {float(counted)} in its denominator, the batch has {share}")
+        output.sums |= self.experts.metrics()
         self._apply(output)
 
     def _begin(self) -> tuple[float, StepOutput]:

@@ -1,0 +1,83 @@
+"""Expert load, and how often trainer and engine send a token to other experts.
+
+Suffixes: T packed tokens, L expert layers, K experts a token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from k3rl.algorithms import Sum
+from k3rl.models import LanguageModel
+from k3rl.trainer.packing import MicroBatch
+
+
+def engine_routing(micro: MicroBatch) -> Tensor | None:
+    """int16 [T, L, K] where every sequence brought the engine's choices; `ValueError` where only some did."""
+    have = [e.routing is not None for e in micro.examples]
+    if not any(have):
+        return None
+    if not all(have):
+        missing = micro.examples[have.index(False)].key
+        raise ValueError(f"trajectory {missing} has no routing, and others of its batch have")
+    return torch.from_numpy(np.concatenate([e.routing for e in micro.examples if e.routing is not None]))
+
+
+class ExpertWatch:
+    """Collects the choices of a step's forward passes. Does nothing for models without experts."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model if hasattr(model, "record_routing") else None
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self._load_LE: Tensor | None = None
+        self._disagreeing = self._compared = 0
+
+    @contextmanager
+    def watch(self, recorded_TLK: Tensor | None) -> Iterator[None]:
+        """Around one forward pass; ``recorded_TLK`` are the engine's choices for its tokens."""
+        if self._model is None:
+            yield
+            return
+        with self._model.record_routing() as record:
+            yield
+        if record.forwards and record.forwards[-1].chosen:
+            self._count(record.ids_TLK(), recorded_TLK)
+
+    def _count(self, ids_TLK: Tensor, recorded_TLK: Tensor | None) -> None:
+        experts = self._model.config.num_experts if self._model is not None else 0
+        layers = ids_TLK.shape[1]
+        offset_L = torch.arange(layers, device=ids_TLK.device)[:, None] * experts
+        flat = (ids_TLK.long() + offset_L).reshape(-1)
+        counts = torch.bincount(flat, minlength=layers * experts).unflatten(0, (layers, experts))
+        self._load_LE = counts if self._load_LE is None else self._load_LE + counts
+        if recorded_TLK is not None:
+            ours = ids_TLK.sort(-1).values
+            theirs = recorded_TLK.to(ids_TLK.device).sort(-1).values
+            self._disagreeing += int((ours != theirs).any(-1).sum())
+            self._compared += ours.shape[0] * layers
+
+    def metrics(self) -> dict[str, Sum]:
+        """Means over layers: largest load over the mean load, share of experts without a token, and
+        disagreement.
+        """
+        if self._load_LE is None:
+            return {}
+        load = self._load_LE.double()
+        found = {
+            "moe/load_max_over_mean": Sum.over(load.max(1).values / load.mean(1)),
+            "moe/unused_share": Sum.over((load == 0).double().mean(1)),
+        }
+        if self._compared:
+            one = torch.tensor(float(self._compared), dtype=torch.float64)
+            found["moe/replay_disagreement"] = Sum(
+                torch.tensor(float(self._disagreeing), dtype=torch.float64), one
+            )
+        return found
