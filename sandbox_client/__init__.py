@@ -1,7 +1,9 @@
 """Sandboxes for untrusted code: one protocol, a local isolating backend, and AgentENV over HTTP."""
 
 from sandbox_client.errors import SandboxError
+from sandbox_client.fleet import Fleet, FleetConfig, Lease
 from sandbox_client.local import LocalBackend
+from sandbox_client.sync import SyncBackend, SyncSandbox
 from sandbox_client.types import (
     Backend,
     Capabilities,
@@ -23,6 +25,9 @@ __all__ = [
     "Chunk",
     "ExecResult",
     "FileInfo",
+    "Fleet",
+    "FleetConfig",
+    "Lease",
     "Limits",
     "LocalBackend",
     "Process",
@@ -32,4 +37,6 @@ __all__ = [
     "SandboxSpec",
     "SnapshotInfo",
     "State",
+    "SyncBackend",
+    "SyncSandbox",
 ]

@@ -40,7 +40,9 @@ def packed_attention(
     return _by_bucket(q_THK, k_UGK, v_UGV, layout, past, scale, window)
 
 
-def _varlen(q_THK: Tensor, k_UGK: Tensor, v_UGV: Tensor, layout: Layout, past: np.ndarray, scale: float) -> Tensor:
+def _varlen(
+    q_THK: Tensor, k_UGK: Tensor, v_UGV: Tensor, layout: Layout, past: np.ndarray, scale: float
+) -> Tensor:
     """Flash attention's own varlen form; its causal mask is aligned to the end, as cached continuation needs."""
     groups = q_THK.shape[1] // k_UGK.shape[1]
     if groups > 1:
@@ -48,7 +50,9 @@ def _varlen(q_THK: Tensor, k_UGK: Tensor, v_UGV: Tensor, layout: Layout, past: n
     width_V = v_UGV.shape[-1]
     v_pad = F.pad(v_UGV, (0, q_THK.shape[-1] - width_V))
     cu_q = torch.from_numpy(layout.cu.astype(np.int32)).to(q_THK.device)
-    cu_k = torch.from_numpy((layout.cu + np.concatenate([[0], np.cumsum(past)])).astype(np.int32)).to(q_THK.device)
+    cu_k = torch.from_numpy((layout.cu + np.concatenate([[0], np.cumsum(past)])).astype(np.int32)).to(
+        q_THK.device
+    )
     longest_q, longest_k = int(layout.lengths.max()), int((layout.lengths + past).max())
     packed = (q_THK.contiguous(), k_UGK.contiguous(), v_pad.contiguous())
     out = varlen_attn(*packed, cu_q, cu_k, longest_q, longest_k, scale=scale, **_CAUSAL)

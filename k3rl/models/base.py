@@ -84,7 +84,9 @@ class LanguageModel(nn.Module, ABC):
             if name in incoming:
                 raise ValueError(f"weight '{name}' came twice")
             if tensor.shape != own[name].shape:
-                raise ValueError(f"weight '{name}' has shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}")
+                raise ValueError(
+                    f"weight '{name}' has shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+                )
             if tensor.dtype != own[name].dtype:
                 raise ValueError(f"weight '{name}' is {tensor.dtype}, expected {own[name].dtype}")
             incoming[name] = tensor

@@ -40,7 +40,9 @@ class Cache:
     def reset(self, slots: int | Sequence[int] | Tensor | None = None) -> None:
         """Forget these slots (all by default). Contents are zeroed, so nothing of an old sequence, not even a NaN
         behind a mask, can reach a new one."""
-        index = torch.arange(self.num_slots, device=self.lengths.device) if slots is None else self._index(slots)
+        index = (
+            torch.arange(self.num_slots, device=self.lengths.device) if slots is None else self._index(slots)
+        )
         self.lengths[index] = 0
         for tensor in (*self.tokens.values(), *self.states.values()):
             tensor[index] = 0
@@ -77,7 +79,9 @@ class Cache:
             raise ValueError(f"cached state of {length} tokens for a cache of {self.max_tokens}")
         for name, tensor in self.states.items():
             if state[name].shape != tensor.shape[1:]:
-                raise ValueError(f"cached state '{name}' is {tuple(state[name].shape)}, expected {tuple(tensor.shape[1:])}")
+                raise ValueError(
+                    f"cached state '{name}' is {tuple(state[name].shape)}, expected {tuple(tensor.shape[1:])}"
+                )
         for name, tensor in self.tokens.items():
             if state[name].shape != (length, *tensor.shape[2:]):
                 raise ValueError(f"cached state '{name}' has shape {tuple(state[name].shape)}")

@@ -140,7 +140,9 @@ class K3Config(Config):
         full, kda = set(linear.full_attn_layers), set(linear.kda_layers)
         everything = set(range(1, self.num_hidden_layers + 1))
         if full & kda:
-            raise ValueError(f"linear_attn_config: layers {sorted(full & kda)} are both in full_attn_layers and kda_layers")
+            raise ValueError(
+                f"linear_attn_config: layers {sorted(full & kda)} are both in full_attn_layers and kda_layers"
+            )
         if full | kda != everything:
             raise ValueError(
                 f"linear_attn_config: full_attn_layers and kda_layers must cover layers 1 to {self.num_hidden_layers} "
@@ -149,7 +151,9 @@ class K3Config(Config):
         if self.num_key_value_heads != self.num_attention_heads:
             raise ValueError("num_key_value_heads must equal num_attention_heads in MLA")
         if self.num_experts_per_token > self.num_experts:
-            raise ValueError(f"num_experts_per_token {self.num_experts_per_token} exceeds num_experts {self.num_experts}")
+            raise ValueError(
+                f"num_experts_per_token {self.num_experts_per_token} exceeds num_experts {self.num_experts}"
+            )
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if not 0 <= getattr(self, name) < self.vocab_size:
                 raise ValueError(f"{name} {getattr(self, name)} lies outside vocab_size {self.vocab_size}")
@@ -211,7 +215,10 @@ def preset(name: str, **overrides: Any) -> K3Config:
     fields = {**PRESETS[name], **overrides}
     layers = fields["num_hidden_layers"]
     if "num_hidden_layers" in overrides and "linear_attn_config" not in overrides:
-        fields["linear_attn_config"] = {**PRESETS[name]["linear_attn_config"], **_every_nth(layers, 4, (layers,))}
+        fields["linear_attn_config"] = {
+            **PRESETS[name]["linear_attn_config"],
+            **_every_nth(layers, 4, (layers,)),
+        }
     return parse_k3_config(fields, f"model '{name}'")
 
 
@@ -235,7 +242,9 @@ def parse_k3_config(raw: dict[str, Any], where: str) -> K3Config:
         inner = {**top, **raw["text_config"]}
         for key, value in top.items():
             if key in raw["text_config"] and raw["text_config"][key] != value:
-                raise UserError(f"{where}: '{key}' is {value} at the top and {raw['text_config'][key]} in text_config")
+                raise UserError(
+                    f"{where}: '{key}' is {value} at the top and {raw['text_config'][key]} in text_config"
+                )
         raw = inner
     fields = {k: v for k, v in raw.items() if k not in _FOREIGN}
     _reject_unknown(fields, where)
@@ -265,7 +274,12 @@ def config_json(config: K3Config, dtype: str) -> dict[str, Any]:
         "model_type": "kimi_k3",
         "dtype": dtype,
         **ids,
-        "text_config": {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "dtype": dtype, **text},
+        "text_config": {
+            "architectures": ["KimiLinearForCausalLM"],
+            "model_type": "kimi_linear",
+            "dtype": dtype,
+            **text,
+        },
     }
 
 

@@ -38,9 +38,13 @@ def load_model(
         return build_model(config, seed, device, dtype)
     folder = model_folder(config.path)
     if config.overrides:
-        raise UserError(f"model.overrides: {config.path} is a trained checkpoint; its architecture cannot be changed")
+        raise UserError(
+            f"model.overrides: {config.path} is a trained checkpoint; its architecture cannot be changed"
+        )
     raw = read_json(folder / "config.json")
-    if raw.get("model_type") in ("kimi_k3", "kimi_linear") and "attn_res_block_size" in raw.get("text_config", raw):
+    if raw.get("model_type") in ("kimi_k3", "kimi_linear") and "attn_res_block_size" in raw.get(
+        "text_config", raw
+    ):
         model: LanguageModel = _load_k3(folder, raw, torch.device(device), dtype)
     else:
         model = _load_hf(folder, raw, torch.device(device), dtype)
@@ -77,9 +81,13 @@ def model_folder(path: str) -> Path:
         return smollm2_folder()
     folder = Path(path).expanduser()
     if path.startswith("@"):
-        raise UserError(f"model.path: '{path}' refers to a pipeline's job, and this job is not part of a pipeline")
+        raise UserError(
+            f"model.path: '{path}' refers to a pipeline's job, and this job is not part of a pipeline"
+        )
     if not folder.is_dir():
-        raise UserError(f"model.path: '{path}' is neither a folder nor a preset{nearest(path, [*PRESETS, SMOLLM2])}")
+        raise UserError(
+            f"model.path: '{path}' is neither a folder nor a preset{nearest(path, [*PRESETS, SMOLLM2])}"
+        )
     if not (folder / "config.json").exists():
         raise UserError(f"model.path: {folder} has no config.json")
     return folder
@@ -149,14 +157,18 @@ def _load_k3(folder: Path, raw: dict[str, Any], device: torch.device, dtype: tor
             if target is None:
                 raise UserError(f"{folder}: tensor '{name}' does not belong to the model in its config.json")
             if target.shape != tensor.shape:
-                raise UserError(f"{folder}: '{name}' is {list(tensor.shape)}, config.json asks for {list(target.shape)}")
+                raise UserError(
+                    f"{folder}: '{name}' is {list(tensor.shape)}, config.json asks for {list(target.shape)}"
+                )
             if not tensor.is_floating_point():
                 raise UserError(f"{folder}: '{name}' has type {tensor.dtype}, expected floating point")
             target.copy_(tensor)
             seen.add(name)
     missing = own.keys() - seen
     if missing:
-        raise UserError(f"{folder}: {len(missing)} tensors of the model are missing, among them '{min(missing)}'")
+        raise UserError(
+            f"{folder}: {len(missing)} tensors of the model are missing, among them '{min(missing)}'"
+        )
     return model
 
 
@@ -167,7 +179,12 @@ def _load_hf(folder: Path, raw: dict[str, Any], device: torch.device, dtype: tor
 
     sizes = weight_map(folder)
     needed = sum(path.stat().st_size for path in set(sizes.values()))
-    check_memory(needed // max(1, getattr(torch, str(raw.get("dtype", "float32")), dtype).itemsize), dtype, device, str(folder))
+    check_memory(
+        needed // max(1, getattr(torch, str(raw.get("dtype", "float32")), dtype).itemsize),
+        dtype,
+        device,
+        str(folder),
+    )
     config = _hf_config(folder, {})
     try:
         with quiet():
@@ -178,10 +195,16 @@ def _load_hf(folder: Path, raw: dict[str, Any], device: torch.device, dtype: tor
             )  # fmt: skip
     except (ValueError, OSError, KeyError) as error:
         raise UserError(f"{folder}: {str(error).splitlines()[0]}") from None
-    for kind, words in (("missing_keys", "lacks"), ("unexpected_keys", "has the foreign"), ("mismatched_keys", "has another shape of")):
+    for kind, words in (
+        ("missing_keys", "lacks"),
+        ("unexpected_keys", "has the foreign"),
+        ("mismatched_keys", "has another shape of"),
+    ):
         if info[kind]:
             first = sorted(str(k[0] if isinstance(k, tuple) else k) for k in info[kind])[0]
-            raise UserError(f"{folder}: checkpoint of another model: {words} tensor '{first}' ({len(info[kind])} in all)")
+            raise UserError(
+                f"{folder}: checkpoint of another model: {words} tensor '{first}' ({len(info[kind])} in all)"
+            )
     return HFModel(hf.to(device))
 
 
@@ -209,5 +232,7 @@ def _build_hf(
     config = _hf_config(folder, overrides)
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
-        hf = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, attn_implementation="eager")
+        hf = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False, attn_implementation="eager"
+        )
     return HFModel(hf.to(device))

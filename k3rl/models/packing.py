@@ -93,7 +93,9 @@ class Layout:
                 f"cu_seqlens must rise from 0 to {self.num_tokens} with no empty sequence, got {cu.tolist()[:16]}"
             )
         if self.cache is not None and self.max_total > self.cache.max_tokens:
-            raise ValueError(f"a sequence of {self.max_total} tokens overflows a cache of {self.cache.max_tokens}")
+            raise ValueError(
+                f"a sequence of {self.max_total} tokens overflows a cache of {self.cache.max_tokens}"
+            )
 
     @cached_property
     def cu(self) -> np.ndarray:
@@ -149,7 +151,9 @@ class Layout:
         """
         extra = width - 1
         starts = self.cu[:-1] + extra * np.arange(self.num_sequences)
-        tokens = np.arange(self.num_tokens) + extra * np.repeat(np.arange(1, self.num_sequences + 1), self.lengths)
+        tokens = np.arange(self.num_tokens) + extra * np.repeat(
+            np.arange(1, self.num_sequences + 1), self.lengths
+        )
         before = (starts[:, None] + np.arange(extra)).reshape(-1)
         after = ((starts + self.lengths)[:, None] + np.arange(extra)).reshape(-1)
         tensors = [torch.from_numpy(a).to(self.device) for a in (tokens, before, after)]

@@ -118,6 +118,8 @@ def load_frozen(worker: TrainerWorker, folder: Path) -> None:
     from k3rl.models.checkpoint import read_tensors
 
     stored = dict(read_tensors(folder))
+    if worker.config.lora is not None:
+        return  # its weights are merged ones; the base is what the model was loaded from
     trained = {id(p) for p in worker.parameters.values()}
     with torch.no_grad():
         for name, tensor in worker.model.state_dict(keep_vars=True).items():

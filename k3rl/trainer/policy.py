@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from k3rl.models import LanguageModel
 from k3rl.trainer.logprobs import linear_logprobs
+from k3rl.trainer.lora import merged_weights
 
 
 class Policy(nn.Module):
@@ -69,8 +70,10 @@ def whole_weights(
     Sharded tensors are gathered one at a time, so all ranks must iterate together. Names, order and dtypes
     are those the model was loaded with; `ValueError` where a weight isn't one of them.
     """
-    if not any(isinstance(p, DTensor) for p in policy.parameters()):
-        source: Iterator[tuple[str, Tensor]] = model.named_weights()
+    if any("lora_" in n for n, _ in policy.named_parameters()):
+        source: Iterator[tuple[str, Tensor]] = merged_weights(model)
+    elif not any(isinstance(p, DTensor) for p in policy.parameters()):
+        source = model.named_weights()
     else:
         source = _gathered(model)
     for name, tensor in source:

@@ -34,6 +34,7 @@ from k3rl.trainer.examples import (
     sampled_positions,
 )
 from k3rl.trainer.experts import ExpertWatch, engine_routing
+from k3rl.trainer.lora import add_adapters
 from k3rl.trainer.optimizer import Masters, build_optimizer, clip_gradients, rate, set_rate
 from k3rl.trainer.policy import Policy, device_of, trainable, whole_weights
 from k3rl.types import Trajectory
@@ -88,6 +89,10 @@ class TrainerWorker:
         self.model = load_model(model, self.device, seed=seed) if isinstance(model, ModelConfig) else model
         self.model.train()
         self.dtypes = {name: t.dtype for name, t in self.model.named_weights()}
+        if config.lora is not None:
+            if self.world.size > 1:
+                raise UserError("trainer.lora: adapters train on one rank (parallel.ranks = 1)")
+            add_adapters(self.model, config.lora, seed)
         self.policy = self.world.shard(
             Policy(self.model, temperature, config.logprob_chunk_mb << 20), config.parallel
         )

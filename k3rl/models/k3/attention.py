@@ -28,7 +28,9 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, width, device=device))
 
 
-def causal_conv(x_TC: Tensor, weight_CW: Tensor, layout: Layout, state_NWC: Tensor | None) -> tuple[Tensor, Tensor]:
+def causal_conv(
+    x_TC: Tensor, weight_CW: Tensor, layout: Layout, state_NWC: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """SiLU of a depthwise causal convolution over packed sequences.
 
     ``state_NWC`` holds each sequence's last W-1 inputs (zeros where None). Sequences are laid out with their own
@@ -62,7 +64,11 @@ class KDAttention(nn.Module):
     def __init__(self, config: K3Config, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         linear = config.linear_attn_config
-        self.heads, self.head_dim, self.width = linear.num_heads, linear.head_dim, linear.short_conv_kernel_size
+        self.heads, self.head_dim, self.width = (
+            linear.num_heads,
+            linear.head_dim,
+            linear.short_conv_kernel_size,
+        )
         self.lower_bound = linear.gate_lower_bound
         self.layer = layer
         self.backend: Backend = "auto"
@@ -84,7 +90,11 @@ class KDAttention(nn.Module):
         gated linear attention usually starts; with zeros every channel would forget within two tokens."""
         with torch.no_grad():
             self.A_log.zero_()
-            first = torch.empty(self.dt_bias.shape).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp()
+            first = (
+                torch.empty(self.dt_bias.shape)
+                .uniform_(math.log(1e-3), math.log(1e-1), generator=generator)
+                .exp()
+            )
             self.dt_bias.copy_(torch.logit(first / -self.lower_bound))
             bound = self.width**-0.5
             for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d):
@@ -142,7 +152,11 @@ class MLAttention(nn.Module):
         super().__init__()
         H, D = config.num_attention_heads, config.hidden_size
         self.heads, self.layer = H, layer
-        self.nope, self.shared, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.nope, self.shared, self.value = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+        )
         self.latent = config.kv_lora_rank
         self.scale = (self.nope + self.shared) ** -0.5
         self.q_a_proj = _linear(D, config.q_lora_rank, dtype, device)
@@ -154,7 +168,9 @@ class MLAttention(nn.Module):
         self.g_proj = _linear(D, H * self.value, dtype, device)
         self.o_proj = _linear(H * self.value, D, dtype, device)
         self.absorb = True  # off: decode expands keys and values like prefill, for comparison
-        self.max_logit_H: Tensor | None = None  # filled in training where `track_max_logit` is on, for QK-Clip
+        self.max_logit_H: Tensor | None = (
+            None  # filled in training where `track_max_logit` is on, for QK-Clip
+        )
         self.track_max_logit = False
 
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -169,7 +185,9 @@ class MLAttention(nn.Module):
             write_tokens(held, layout, latent_TR)
             if layout.decode and self.absorb:
                 return self._out(self._absorbed(q_THK, *read_decode(held, layout)), x_TD)
-            latent_TR = read_packed(held, layout).to(x_TD.dtype) if layout.decode or layout.past.any() else latent_TR
+            latent_TR = (
+                read_packed(held, layout).to(x_TD.dtype) if layout.decode or layout.past.any() else latent_TR
+            )
         k_UHK, v_UHV = self._expand(latent_TR)
         if self.track_max_logit and self.training:
             self._note_max_logit(q_THK, k_UHK, layout)
@@ -210,7 +228,11 @@ class MLAttention(nn.Module):
                 peak = torch.maximum(peak, logits.masked_fill(later, -math.inf).amax((-1, -2)))
         self.max_logit_H = peak if self.max_logit_H is None else torch.maximum(self.max_logit_H, peak)
 
-    def cache_tensors(self, slots: int, max_tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    def cache_tensors(
+        self, slots: int, max_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Tensor]:
         return {
-            f"{self.layer}.latent": torch.zeros(slots, max_tokens, self.latent + self.shared, dtype=dtype, device=device)
+            f"{self.layer}.latent": torch.zeros(
+                slots, max_tokens, self.latent + self.shared, dtype=dtype, device=device
+            )
         }

@@ -55,7 +55,9 @@ def kda(
     states after the last token, float32 [N, H, K, V]. ``auto`` takes fla's kernels for CUDA tensors, else torch.
     """
     if pick_backend(q_THK.device, backend) == "fla":
-        return _kda_fla(q_THK, k_THK, v_THV, z_THK, b_TH, A_log_H, dt_bias_HK, lower_bound, layout, state_NHKV)
+        return _kda_fla(
+            q_THK, k_THK, v_THV, z_THK, b_TH, A_log_H, dt_bias_HK, lower_bound, layout, state_NHKV
+        )
     wide = torch.float64 if q_THK.dtype == torch.float64 else torch.float32
     g = decay(z_THK, A_log_H, dt_bias_HK, lower_bound)
     beta = torch.sigmoid(b_TH.to(wide))
@@ -73,11 +75,13 @@ def kda(
 def kda_step(
     q_NHK: Tensor, k_NHK: Tensor, v_NHV: Tensor, g_NHK: Tensor, beta_NH: Tensor, state_NHKV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token of every sequence: the recurrence as written in the module's docstring."""
+    """One token of every sequence. The decayed state is read once for both k and q: with e = beta (v - S^T k),
+    the output S'^T q of the new state S' = S + k e^T is S^T q + <k, q> e."""
     state = state_NHKV * g_NHK.exp()[..., None]
-    error = v_NHV - (k_NHK[..., None, :] @ state).squeeze(-2)
-    state = state + (k_NHK * beta_NH[..., None])[..., None] * error[..., None, :]
-    return (q_NHK[..., None, :] @ state).squeeze(-2), state
+    read_k, read_q = (torch.stack([k_NHK, q_NHK], -2) @ state).unbind(-2)
+    error = (v_NHV - read_k) * beta_NH[..., None]
+    out = torch.addcmul(read_q, (k_NHK * q_NHK).sum(-1, keepdim=True), error)
+    return out, torch.addcmul(state, k_NHK[..., None], error[..., None, :])
 
 
 def kda_recurrent(
@@ -168,19 +172,17 @@ def _across_chunks(
     H, V, K = U0.shape[1], U0.shape[3], W.shape[3]
     N = cut.order_N.shape[0]
     S = U0.new_zeros(N, H, K, V) if state is None else state.to(U0.dtype).index_select(0, cut.order_N)
-    k_end_t = k_end.transpose(-1, -2)
+    # split, not slices: the gradient of each slice would be a whole zero-filled tensor
+    parts = (x.split(cut.counts) for x in (U0, W, k_end.transpose(-1, -2), decay_end[..., None]))
     before, corrected, finished = [], [], []
-    offset = 0
-    for count in cut.counts:
+    for count, U0_j, W_j, k_end_j, decay_j in zip(cut.counts, *parts, strict=True):
         if count < S.shape[0]:
-            finished.append(S[count:])
-            S = S[:count]
-        here = slice(offset, offset + count)
-        offset += count
-        U = U0[here] - W[here] @ S
+            S, ended = S.split([count, S.shape[0] - count])
+            finished.append(ended)
+        U = U0_j - W_j @ S
         before.append(S)
         corrected.append(U)
-        S = S * decay_end[here][..., None] + k_end_t[here] @ U
+        S = S * decay_j + k_end_j @ U
     finished.append(S)
     last = torch.cat(finished[::-1]).index_select(0, torch.argsort(cut.order_N))
     return torch.cat(corrected), torch.cat(before), last
@@ -195,7 +197,9 @@ def pick_backend(device: torch.device, backend: Backend = "auto") -> Literal["to
         return "torch"
     usable = device.type == "cuda" and importlib.util.find_spec("fla") is not None
     if backend == "fla" and not usable:
-        raise RuntimeError(f"fla's kernels need a CUDA tensor (got {device}) and `pip install flash-linear-attention`")
+        raise RuntimeError(
+            f"fla's kernels need a CUDA tensor (got {device}) and `pip install flash-linear-attention`"
+        )
     return "fla" if usable else "torch"
 
 
@@ -223,5 +227,7 @@ def _kda_fla(
         out, state = fused_recurrent_kda(q[:, None], k[:, None], v[:, None], z[:, None], b[:, None], **common)
         return out[:, 0], state
     cu = torch.from_numpy(layout.cu).to(q.device)
-    out, state = chunk_kda(q[None], k[None], v[None], z[None], b[None], safe_gate=True, cu_seqlens=cu, **common)
+    out, state = chunk_kda(
+        q[None], k[None], v[None], z[None], b[None], safe_gate=True, cu_seqlens=cu, **common
+    )
     return out[0], state

@@ -67,11 +67,15 @@ class Decoder(nn.Module):
         D, eps = config.hidden_size, config.rms_norm_eps
         self.eps = eps
         self.embed_tokens = nn.Embedding(config.vocab_size, D, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, dtype, device) for i in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(D, eps, dtype, device)
         self.output_attn_res = AttnRes(D, eps, dtype, device)
 
-    def forward(self, input_ids_T: Tensor, layout: Layout, routing: Routing, recompute: bool) -> tuple[Tensor, Values]:
+    def forward(
+        self, input_ids_T: Tensor, layout: Layout, routing: Routing, recompute: bool
+    ) -> tuple[Tensor, Values]:
         """Returns (mixed and normed hidden states [T, D], all values they were mixed from)."""
         values = Values(self.eps)
         running = self.embed_tokens(input_ids_T)
@@ -84,7 +88,9 @@ class Decoder(nn.Module):
         return self.norm(mixed), values
 
 
-def _recomputed(layer: DecoderLayer, values: Values, running: Tensor, layout: Layout, routing: Routing) -> Tensor:
+def _recomputed(
+    layer: DecoderLayer, values: Values, running: Tensor, layout: Layout, routing: Routing
+) -> Tensor:
     """A layer whose activations are computed again in the backward pass: of it, only the running sum is kept.
 
     Block values are stored once, whatever number of layers reads them.
@@ -187,7 +193,10 @@ class K3Model(LanguageModel):
                 module.weight.fill_(1.0)
             elif isinstance(module, AttnRes):
                 continue  # its projection, below, starts at zero: a plain mean of the values
-            elif isinstance(module, nn.Linear | nn.Embedding | Experts) or module.__class__.__name__ == "Router":
+            elif (
+                isinstance(module, nn.Linear | nn.Embedding | Experts)
+                or module.__class__.__name__ == "Router"
+            ):
                 for parameter in module.parameters(recurse=False):
                     parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
             if isinstance(module, KDAttention | MLAttention):

@@ -1,0 +1,151 @@
+"""`k3rl`: launch jobs, look at runs, check a machine.
+
+Exit codes: 0 done; 1 the run broke (the reason is printed); 2 bad input, found before anything expensive began.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.syntax import Syntax
+
+from k3rl.errors import RunError, UserError
+
+app = typer.Typer(
+    help="Post-train language models the way Kimi K3 was post-trained.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+config_app = typer.Typer(help="Look at a config before it runs.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="key=value pairs that replace what the file says, such as `steps=2`."),
+]
+ConfigFile = Annotated[
+    Path, typer.Argument(help="A YAML config, such as `configs/quickstart.yaml`.", metavar="CONFIG")
+]
+
+
+@app.command()
+def run(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Run a job. The same command again resumes it where its last checkpoint left off."""
+    from k3rl.config.load import load_job
+    from k3rl.recipes.run import run_job
+
+    run_job(load_job(config, overrides or []))
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder, a run's folder, or a preset.")],
+    config: Annotated[
+        Path, typer.Option(help="An `evaluate` config; its models are replaced by MODEL.")
+    ] = Path("configs/evaluate.yaml"),
+    overrides: Overrides = None,
+) -> None:
+    """Score a model on held-out problems and print the table."""
+    from k3rl.config.load import load_job
+    from k3rl.recipes.run import latest_model, run_job
+
+    path = latest_model(Path(model)) if Path(model).is_dir() else model
+    settings = [f"models={json.dumps({'model': {'path': str(path)}})}", *(overrides or [])]
+    run_job(load_job(config, settings))
+
+
+@app.command()
+def view(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run folders, or folders that hold runs.", metavar="RUN...")
+    ],
+    port: Annotated[int, typer.Option(help="0: any free port.")] = 8800,
+    host: Annotated[
+        str, typer.Option(help="Anything but loopback needs the access token that is printed.")
+    ] = "127.0.0.1",
+    text: Annotated[bool, typer.Option("--text", help="List and show in the terminal instead.")] = False,
+) -> None:
+    """Open runs in the browser: metrics, and every rollout with its tokens."""
+    from k3rl.viewer import serve, show_text
+
+    if text:
+        show_text(runs)
+    else:
+        serve(runs, port=port, host=host)
+
+
+@app.command()
+def doctor() -> None:
+    """What is installed, which devices there are, and for each thing missing the command that brings it."""
+    from k3rl.doctor import examine, show
+
+    checks = examine()
+    show(checks)
+    if any(check.required and not check.ok for check in checks):
+        raise typer.Exit(1)
+
+
+@config_app.command("show")
+def config_show(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Print the resolved config, every default filled in."""
+    from k3rl.config.load import dump_job, load_job
+
+    text = dump_job(load_job(config, overrides or []))
+    if sys.stdout.isatty():
+        Console().print(Syntax(text, "yaml", background_color="default"))
+    else:
+        typer.echo(text, nl=False)
+
+
+@config_app.command("check")
+def config_check(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Validate a config, and open its data, rewards and models, without running it."""
+    from k3rl.config.load import load_job
+    from k3rl.recipes.run import check_job
+
+    job = load_job(config, overrides or [])
+    check_job(job)
+    typer.echo(f"{config}: ok ({job.kind} job '{job.name}')")
+
+
+@config_app.command("schema")
+def config_schema(
+    yaml_output: Annotated[bool, typer.Option("--yaml", help="YAML instead of JSON.")] = False,
+) -> None:
+    """Print the JSON schema of all jobs, with every field's description."""
+    from k3rl.config.load import job_schema
+
+    schema: dict[str, Any] = job_schema()
+    typer.echo(yaml.safe_dump(schema, sort_keys=False) if yaml_output else json.dumps(schema, indent=2))
+
+
+def main() -> None:
+    """Entry point: one sentence for a person's mistakes, the trace for ours."""
+    logging.basicConfig(
+        level=os.environ.get("K3RL_LOG", "WARNING"), format="%(levelname)s %(name)s: %(message)s"
+    )
+    error_console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        app()
+    except UserError as error:
+        error_console.print(f"k3rl: {error}", markup=False)
+        sys.exit(2)
+    except RunError as error:
+        error_console.print(f"k3rl: the run stopped: {error}", markup=False)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        error_console.print("k3rl: interrupted; the same command resumes from the last checkpoint")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""What every recipe starts: a Ray cluster, a trainer, rollout workers; and what it checks before any of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from k3rl.chat import Renderer, load_renderer
+from k3rl.chat.loading import PRESETS as TOKENIZERS
+from k3rl.config.jobs import EvaluateJob, JobBase, RayConfig, RlJob
+from k3rl.config.rewards import RewardConfig
+from k3rl.config.rollout import EngineConfig, RolloutConfig, VllmEngineConfig
+from k3rl.config.trainer import TrainerConfig
+from k3rl.errors import UserError
+from k3rl.models import ModelConfig, load_model
+from k3rl.models.config import PRESETS
+from k3rl.models.loading import model_folder
+from k3rl.trainer.group import TrainerGroup
+from k3rl.weights import Handshake, Publication, verify
+from rewards.service import RewardService
+from rollout.pool import RolloutPool
+from rollout.worker import RolloutWorker
+
+COLOCATED_GPU_SHARE = 0.45
+"""A trainer's rank and a rollout worker share a GPU and take turns; the rest is for teachers."""
+
+
+def device_of(job: JobBase) -> str:
+    """``cpu`` or ``cuda``. Raises `UserError` where CUDA is asked for and absent."""
+    import torch
+
+    available = torch.cuda.is_available()
+    if job.device == "cuda" and not available:
+        raise UserError("device: 'cuda' was asked for and torch finds no CUDA device; see `k3rl doctor`")
+    return "cuda" if available and job.device != "cpu" else "cpu"
+
+
+@contextmanager
+def ray_cluster(config: RayConfig) -> Iterator[None]:
+    """A cluster of this process alone, or the one at ``address``; a cluster that is already joined is left as it is."""
+    # Workers of a local cluster talk over loopback only; a token written into the home folder guards nothing there.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if config.address:
+        options["address"] = config.address
+    else:
+        # Actors of one node take turns on its cores, so more are offered than there are.
+        options |= {
+            "num_cpus": max(config.num_cpus or os.cpu_count() or 1, 4),
+            "include_dashboard": False,
+            "_node_ip_address": "127.0.0.1",
+        }
+    ray.init(**options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def tokenizer_of(model: ModelConfig) -> str:
+    """Path to load the renderer of a model from: its preset's, or its folder's."""
+    return model.path if model.path in PRESETS else str(model_folder(model.path))
+
+
+def renderer_of(model: ModelConfig) -> Renderer:
+    """Raises `UserError` where the model has no usable tokenizer."""
+    return load_renderer(tokenizer_of(model))
+
+
+def worker_factory(
+    model: ModelConfig,
+    config: RolloutConfig,
+    *,
+    seed: int,
+    device: str,
+    threads: int = 1,
+    trained: bool = True,
+) -> Callable[[int], RolloutWorker]:
+    """Builds rollout worker i in its own process. ``trained``: weights will be published before the first token."""
+    tokenizer = tokenizer_of(model)
+
+    def make(index: int) -> RolloutWorker:
+        import torch
+
+        torch.set_num_threads(threads)
+        renderer = load_renderer(tokenizer)
+        engine, context = _make_engine(model, config, renderer, seed, device)
+        return RolloutWorker(
+            config,
+            engine,
+            renderer,
+            context,
+            name=f"rollout-{index}",
+            handshake=handshake_of(renderer, config),
+            device=device,
+        )
+
+    return make
+
+
+def handshake_of(renderer: Renderer, config: RolloutConfig) -> Handshake:
+    """What trainer and engines must mean alike."""
+    sampling = config.sampling
+    return Handshake(
+        sampling=f"processed; temperature={sampling.temperature}; top_p={sampling.top_p}; "
+        f"top_k={sampling.top_k}; min_p={sampling.min_p}",
+        tokenizer=renderer.fingerprint(),
+    )
+
+
+def _make_engine(
+    model: ModelConfig, config: RolloutConfig, renderer: Renderer, seed: int, device: str
+) -> tuple[Any, int]:
+    choice: EngineConfig = config.engine
+    if isinstance(choice, VllmEngineConfig):
+        return _vllm_engine(model, config, choice, renderer)
+    from rollout.native import NativeEngine
+
+    loaded = load_model(model, device, seed=seed).eval().requires_grad_(False)
+    context = min(config.max_context or loaded.max_context, loaded.max_context)
+    engine = NativeEngine(
+        loaded,
+        max_slots=choice.max_slots,
+        max_context=context,
+        eos_token_ids=renderer.stop_token_ids,
+        decode=renderer.decode,
+        max_batch_tokens=choice.max_batch_tokens,
+        kv_budget_tokens=choice.kv_budget_tokens,
+        keep_cache=config.resume == "keep_cache",
+        reuse_stale=config.resume == "keep_cache",
+        deterministic=choice.deterministic,
+        prefix_bytes=choice.prefix_cache_bytes,
+    )
+    return engine, context
+
+
+def _vllm_engine(
+    model: ModelConfig, config: RolloutConfig, choice: VllmEngineConfig, renderer: Renderer
+) -> tuple[Any, int]:
+    from rollout.vllm import VllmEngine
+
+    arguments = {"gpu_memory_utilization": choice.gpu_memory_fraction, "enforce_eager": choice.enforce_eager}
+    if choice.max_batch_tokens:
+        arguments["max_num_batched_tokens"] = choice.max_batch_tokens
+    engine = VllmEngine(
+        model_folder(model.path),
+        max_slots=choice.max_slots,
+        max_context=config.max_context,
+        eos_token_ids=renderer.stop_token_ids,
+        decode=renderer.decode,
+        dtype=model.dtype,
+        tensor_parallel_size=choice.tensor_parallel,
+        engine_args={**arguments, **choice.arguments},
+    )
+    return engine, engine.max_context
+
+
+@contextmanager
+def trainer_resources(
+    model: ModelConfig,
+    config: TrainerConfig,
+    device: str,
+    seed: int,
+    rollout: RolloutConfig | None = None,
+    renderer: Renderer | None = None,
+) -> Iterator[TrainerGroup]:
+    """The trainer's ranks. ``rollout``: whose sampling the objective scores, and whose handshake weights carry."""
+    temperature = rollout.sampling.temperature if rollout else 1.0
+    trainer = TrainerGroup(
+        model,
+        config,
+        seed=seed,
+        temperature=temperature,
+        handshake=handshake_of(renderer, rollout) if rollout and renderer else None,
+        transport="cuda_ipc" if device == "cuda" else "shm",
+        num_gpus=COLOCATED_GPU_SHARE if device == "cuda" else 0.0,
+        device=device,
+    )
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+@contextmanager
+def rollout_running(
+    job: RlJob | EvaluateJob, config: RolloutConfig, model: ModelConfig, device: str
+) -> Iterator[RolloutPool]:
+    """The rollout workers of a job."""
+    options: dict[str, Any] = {"num_cpus": 1}
+    if device == "cuda":
+        options["num_gpus"] = COLOCATED_GPU_SHARE
+    pool = RolloutPool(
+        config,
+        worker_factory(model, config, seed=job.seed, device=device),
+        run_seed=job.seed,
+        actor_options=options,
+    )
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+@contextmanager
+def rewards_running(config: RewardConfig, model: ModelConfig, thinking: bool) -> Iterator[RewardService]:
+    """The reward workers of a job."""
+    service = RewardService(config, tokenizer_of(model), thinking)
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the engines hold, and how it got there."""
+
+    publication: Publication
+    metrics: dict[str, float]
+
+
+def publish(trainer: TrainerGroup, pool: RolloutPool, previous: Published | None = None) -> Published:
+    """The trainer's weights to every worker. `RunError` unless each proves that it holds exactly these."""
+    publication = trainer.publication()
+    acks = pool.publish(publication)
+    trained = previous is not None and publication.version != previous.publication.version
+    tolerance = 1e-3 if all(t.dtype != "bfloat16" for t in publication.tensors) else 5e-2
+    before = previous.publication if previous else None
+    return Published(publication, verify(publication, acks, before, changed=trained, tolerance=tolerance))
+
+
+def tokenizer_folder(model: ModelConfig) -> Path:
+    """Where the model's tokenizer files are, to go into its checkpoints."""
+    path = tokenizer_of(model)
+    return Path(TOKENIZERS.get(path, path))

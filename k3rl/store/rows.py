@@ -1,0 +1,147 @@
+"""One row per trajectory that left a run: everything there is to know about it, in one record.
+
+Per-token lists are aligned to ``response_ids``; where a token was not sampled, its numbers are null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from k3rl.chat import Renderer
+from k3rl.types import Author, Channel, Problem, Trajectory
+
+ROLLOUT_SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("problem_id", pa.string()),
+        ("draw", pa.int64()),
+        ("sample", pa.int32()),
+        ("domain", pa.string()),
+        ("effort", pa.string()),
+        ("status", pa.string()),
+        ("stop_reason", pa.string()),
+        ("error", pa.string()),
+        ("fate", pa.string()),  # "trained", or "dropped:<reason>"
+        ("reward", pa.float64()),
+        ("reward_outcome", pa.string()),
+        ("reward_components", pa.map_(pa.string(), pa.float64())),
+        ("reward_explanation", pa.string()),
+        ("advantage", pa.float64()),
+        ("prompt_text", pa.string()),
+        ("response_text", pa.string()),
+        ("reasoning", pa.string()),
+        ("content", pa.string()),
+        ("messages_json", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("response_ids", pa.list_(pa.int32())),
+        ("sampled_mask", pa.list_(pa.bool_())),
+        ("channels", pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+        ("logprobs", pa.list_(pa.float32())),
+        ("policy_versions", pa.list_(pa.int32())),
+        ("trainer_logprobs", pa.list_(pa.float32())),
+        ("teacher_logprobs", pa.list_(pa.float32())),
+        ("token_advantages", pa.list_(pa.float32())),
+        ("policy_version", pa.int32()),  # the trainer's, when this row was trained on
+        ("started_step", pa.int32()),
+        ("finished_step", pa.int32()),
+        ("staleness_mean", pa.float64()),
+        ("staleness_max", pa.int32()),
+        ("thinking_tokens", pa.int32()),
+        ("sampled_tokens", pa.int32()),
+        ("budget_tokens", pa.int32()),
+        ("reference_length", pa.int32()),
+        ("turns", pa.int32()),
+        ("timings_json", pa.string()),
+        ("judge_trace_json", pa.string()),
+        ("sandbox_json", pa.string()),
+    ]
+)
+
+
+def rollout_row(
+    trajectory: Trajectory,
+    problem: Problem,
+    fate: str,
+    *,
+    step: int,
+    version: int,
+    renderer: Renderer,
+    thinking: bool,
+) -> dict[str, Any]:
+    """``version`` is the trainer's before the update of this step. ``fate``: ``trained`` or ``dropped:<reason>``."""
+    t, response = trajectory, trajectory.token_ids
+    mask = t.sampled_mask
+    ages = [version - v for v in t.policy_versions]
+    parsed = renderer.parse(_last_turn(t), thinking=thinking)
+    reward = t.reward
+    return {
+        "step": step,
+        "problem_id": t.problem_id,
+        "draw": t.draw,
+        "sample": t.sample,
+        "domain": t.domain,
+        "effort": t.effort and str(t.effort),
+        "status": str(t.status),
+        "stop_reason": t.stop_reason and str(t.stop_reason),
+        "error": t.error,
+        "fate": fate,
+        "reward": reward.total if reward else None,
+        "reward_outcome": str(reward.outcome) if reward else None,
+        "reward_components": list(reward.components.items()) if reward else [],
+        "reward_explanation": reward.explanation if reward else "",
+        "advantage": t.advantage,
+        "prompt_text": renderer.decode(t.prompt_ids),
+        "response_text": renderer.decode(response),
+        "reasoning": parsed.reasoning,
+        "content": parsed.content,
+        "messages_json": json.dumps(problem.messages, ensure_ascii=False),
+        "prompt_ids": t.prompt_ids,
+        "response_ids": response,
+        "sampled_mask": mask,
+        "channels": [str(s.channel) for s in t.segments for _ in s.token_ids],
+        "logprobs": spread(t.logprobs, mask),
+        "policy_versions": spread(t.policy_versions, mask),
+        "trainer_logprobs": spread(t.trainer_logprobs, mask),
+        "teacher_logprobs": spread(t.teacher_logprobs, mask),
+        "token_advantages": spread(t.token_advantages, mask),
+        "policy_version": version,
+        "started_step": t.started_step,
+        "finished_step": t.finished_step,
+        "staleness_mean": sum(ages) / len(ages) if ages else None,
+        "staleness_max": max(ages, default=None),
+        "thinking_tokens": t.channel_tokens(Channel.THINK),
+        "sampled_tokens": t.sampled_tokens,
+        "budget_tokens": problem.budget_tokens,
+        "reference_length": problem.reference_length,
+        "turns": t.turns,
+        "timings_json": json.dumps(t.timings_s),
+        "judge_trace_json": None,
+        "sandbox_json": json.dumps(t.sandbox) if t.sandbox else None,
+    }
+
+
+def spread(sampled: Sequence[Any] | None, mask: Sequence[bool]) -> list[Any] | None:
+    """Values by sampled token to values by response token; the others are null. Raises `ValueError` where the counts
+    differ: a number never moves to a neighbour's token."""
+    if sampled is None:
+        return None
+    if len(sampled) != sum(mask):
+        raise ValueError(f"{len(sampled)} values for {sum(mask)} sampled tokens")
+    values = iter(sampled)
+    return [next(values) if m else None for m in mask]
+
+
+def _last_turn(trajectory: Trajectory) -> list[int]:
+    """Ids of the last run of sampled segments: the final response."""
+    ids: list[int] = []
+    for segment in reversed(trajectory.segments):
+        if segment.author is not Author.MODEL:
+            if ids:
+                break
+            continue
+        ids = segment.token_ids + ids
+    return ids

@@ -1,0 +1,76 @@
+"""From a run's checkpoint to a folder that others load: `transformers`, vLLM, `k3rl` itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from uuid import uuid4
+
+from k3rl.errors import UserError
+from k3rl.models.checkpoint import weight_map
+from k3rl.models.loading import TOKENIZER_FILES
+from k3rl.trainer.checkpoint import read_facts
+
+
+def latest_checkpoint(run: Path | str) -> Path:
+    """The newest complete checkpoint of a run's folder; ``run`` may also be a checkpoint itself.
+
+    `UserError` where there is none.
+    """
+    run = Path(run)
+    if (run / "trainer.json").exists() or (run / "trainer" / "trainer.json").exists():
+        return run
+    found = [
+        (int(m.group(1)), p)
+        for p in (run / "checkpoints").glob("step-*")
+        if (m := re.fullmatch(r"step-(\d+)", p.name)) and trainer_folder(p) is not None
+    ]
+    if not found:
+        raise UserError(f"{run}: no checkpoint to export, there is none in {run / 'checkpoints'}")
+    return max(found)[1]
+
+
+def trainer_folder(checkpoint: Path) -> Path | None:
+    """Where the trainer's part of a checkpoint lies: itself, or its folder ``trainer``."""
+    for folder in (checkpoint, checkpoint / "trainer"):
+        if (folder / "trainer.json").exists():
+            return folder
+    return None
+
+
+def export(source: Path | str, target: Path | str, tokenizer_dir: Path | str | None = None) -> Path:
+    """Copy the model of a run or checkpoint to ``target``, whole or not at all; returns the target.
+
+    The tokenizer's files come along where the checkpoint has them, or from ``tokenizer_dir``. `UserError`
+    where the source has no complete model or the target exists.
+    """
+    checkpoint = latest_checkpoint(source)
+    folder = trainer_folder(checkpoint)
+    assert folder is not None  # latest_checkpoint found it
+    facts = read_facts(folder)
+    model, target = folder / "model", Path(target)
+    if target.exists():
+        raise UserError(f"{target} exists already")
+    if not (model / "config.json").exists():
+        raise UserError(f"{model}: no config.json; the checkpoint is not complete")
+    files = {path.name: path for path in weight_map(model).values()}
+    files |= {p.name: p for p in model.iterdir() if p.suffix == ".json" or p.name in TOKENIZER_FILES}
+    for name in TOKENIZER_FILES if tokenizer_dir is not None else ():
+        path = Path(tokenizer_dir) / name
+        if path.exists():
+            files[name] = path
+    temporary = target.parent / f".{target.name}.{uuid4().hex[:8]}"
+    temporary.mkdir(parents=True)
+    try:
+        for name, path in files.items():
+            shutil.copyfile(path, temporary / name)
+        origin = {"checkpoint": str(checkpoint), "version": facts["version"]}
+        (temporary / "k3rl.json").write_text(json.dumps(origin, indent=2) + "\n")
+        os.replace(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return target

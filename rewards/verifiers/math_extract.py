@@ -1,0 +1,90 @@
+"""Where in a response the answer stands: boxes, answer tags, answer phrases, formulas, the last line, the
+last number."""
+
+from __future__ import annotations
+
+import re
+
+from rewards.verifiers.extract import NUMBER, TAG
+
+BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
+PHRASE = re.compile(
+    r"(?:final\s+answer|answer|result)\s*(?:is|are|:|=|\*\*|will\s+be|would\s+be)+\s*:?\s*(?:\*\*)?\s*",
+    re.IGNORECASE,
+)
+FORMULA = re.compile(
+    r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\d])\$([^$\n]+?)(?<!\\)\$", re.DOTALL
+)
+SENTENCE_END = re.compile(r"(?:[.!?](?=\s|$)|\n)")
+
+
+def boxes(text: str) -> list[str]:
+    """Contents of all boxes, in order, braces matched. An unclosed box is no box."""
+    found = []
+    for match in BOX.finditer(text):
+        depth, at = 1, match.end()
+        while at < len(text) and depth:
+            if text[at] == "\\":
+                at += 2
+                continue
+            depth += {"{": 1, "}": -1}.get(text[at], 0)
+            at += 1
+        if depth == 0:
+            found.append(text[match.end() : at - 1].strip())
+    return found
+
+
+def formulas(text: str) -> list[str]:
+    return [next(g for g in match if g).strip() for match in FORMULA.findall(text)]
+
+
+def box_left_open(text: str) -> bool:
+    """Did the response stop inside a box?"""
+    last = None
+    for last in BOX.finditer(text):
+        pass
+    return last is not None and not boxes(text[last.start() :])
+
+
+def candidates(text: str, parts: int) -> list[str]:
+    """What the response may mean as its answer, best first. The first that can be read decides, but for a list put
+    together from several boxes or formulas, which a gold answer of several parts may be spread over: it comes first.
+
+    A response that stops inside a box has no answer: nobody knows how it would have gone on.
+    """
+    if box_left_open(text):
+        return []
+    for group in (TAG.findall(text), boxes(text)):
+        if group:
+            return [*_together(list(dict.fromkeys(group)), parts), group[-1].strip()]
+    phrases = list(PHRASE.finditer(text))
+    if phrases and (rest := text[phrases[-1].end() :].strip()):
+        return _after_phrase(rest, parts)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return []
+    inside = formulas(text)
+    found = [lines[0]] if len(lines) == 1 else []
+    if inside:
+        return [*found, *_together(inside, parts), inside[-1]]
+    if len(lines) > 1:
+        found.append(lines[-1])
+    if re.search(r"[a-zA-Z]{3,}", lines[-1]):  # a sentence; a formula is not taken apart
+        found += [lines[-1].rpartition("=")[2].strip()] if "=" in lines[-1] else []
+        found += NUMBER.findall(lines[-1])[-1:]
+    return found
+
+
+def _together(group: list[str], parts: int) -> list[str]:
+    return [", ".join(group[-parts:])] if parts > 1 and len(group) > 1 else []
+
+
+def _after_phrase(rest: str, parts: int) -> list[str]:
+    """What follows "the answer is": a formula that starts there, the sentence, its first number."""
+    inside = formulas(rest)
+    sentence = SENTENCE_END.split(rest, maxsplit=1)[0]
+    found = _together(inside[:parts], parts)
+    if inside and rest.find(inside[0]) < max(4, len(sentence)):
+        found.append(inside[0])
+    found.append(sentence)
+    return found + NUMBER.findall(sentence)[:1]
