@@ -122,15 +122,40 @@ def parameter_count(config: K3Config) -> int:
         return sum(p.numel() for p in K3Model(config, torch.bfloat16, "meta").parameters())
 
 
-def check_memory(parameters: int, dtype: torch.dtype, device: torch.device, what: str) -> None:
-    """UserError where the weights alone exceed the device's free memory."""
-    needed = parameters * dtype.itemsize
+def check_memory(
+    parameters: int, dtype: torch.dtype, device: torch.device, what: str, bytes_per_parameter: int = 0
+) -> None:
+    """UserError where the weights, or ``bytes_per_parameter`` of each, exceed the device's free memory."""
+    training = bytes_per_parameter > dtype.itemsize
+    needed = parameters * (bytes_per_parameter if training else dtype.itemsize)
     free = free_memory(device)
     if free is not None and needed > free:
         raise UserError(
-            f"{what} needs {needed / 2**30:.1f} GiB for its weights in {str(dtype).removeprefix('torch.')} and "
+            f"{what} needs {needed / 2**30:.1f} GiB for its weights in {str(dtype).removeprefix('torch.')}"
+            f"{', their gradients and the optimiser' if training else ''} and "
             f"{device.type} has {free / 2**30:.1f} GiB free"
         )
+
+
+def check_fits(config: ModelConfig, device: str, bytes_per_parameter: int = 0) -> int:
+    """Without building or reading it: the model exists and fits. Returns the size of its vocabulary.
+
+    ``bytes_per_parameter``: what training keeps of each; 0: its weight alone. Raises UserError.
+    """
+    dtype = getattr(torch, config.dtype)
+    if config.path in PRESETS:
+        k3 = preset(config.path, **config.overrides)
+        parameters, vocabulary = parameter_count(k3), k3.vocab_size
+    else:
+        folder = model_folder(config.path)
+        raw = read_json(folder / "config.json")
+        files = set(weight_map(folder).values())
+        stored = getattr(torch, str(raw.get("dtype", raw.get("torch_dtype", "float32"))), dtype)
+        parameters = sum(path.stat().st_size for path in files) // stored.itemsize
+        vocabulary = int(raw.get("text_config", raw)["vocab_size"])
+    needed = max(bytes_per_parameter, dtype.itemsize)
+    check_memory(parameters, dtype, torch.device(device), f"model '{config.path}'", needed)
+    return vocabulary
 
 
 def free_memory(device: torch.device) -> int | None:
