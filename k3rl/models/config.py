@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from k3rl.config.base import Config
 from k3rl.errors import UserError, nearest
+from k3rl.models.presets import PRESETS, every_nth
 
 
 class ModelConfig(Config):
@@ -25,7 +26,7 @@ class ModelConfig(Config):
     """Type of the weights and activations. K3's routers, gates, decays and recurrent states stay float32."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, Any] = Field(default_factory=dict)
     """Architecture fields to change, by their name in `config.json`; only for a model that is built, not loaded."""
 
 
@@ -172,39 +173,6 @@ class K3Config(Config):
         return [i for i in range(self.num_hidden_layers) if self.is_moe(i)]
 
 
-def _every_nth(layers: int, n: int, extra: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:
-    full = tuple(sorted({i for i in range(n, layers + 1, n)} | set(extra)))
-    return {"full_attn_layers": full, "kda_layers": tuple(i for i in range(1, layers + 1) if i not in full)}
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    # Sized for two CPU cores. Widths are multiples of 32 where MXFP4 reduces over them.
-    "k3-nano": dict(
-        vocab_size=512, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
-        intermediate_size=256, initializer_range=0.08, max_position_embeddings=4096, q_lora_rank=64, kv_lora_rank=32,
-        qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, num_experts=8, num_experts_per_token=2,
-        num_shared_experts=1, moe_intermediate_size=64, routed_expert_hidden_size=64, attn_res_block_size=2,
-        linear_attn_config=dict(num_heads=4, head_dim=32, **_every_nth(4, 4)),
-        bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    ),
-    # About 300M parameters, for one GPU. Same vocabulary as k3-nano's tokenizer unless overridden.
-    "k3-mini": dict(
-        vocab_size=163840, hidden_size=512, num_hidden_layers=13, num_attention_heads=8, num_key_value_heads=8,
-        intermediate_size=2048, initializer_range=0.04, max_position_embeddings=131072, q_lora_rank=256, kv_lora_rank=128,
-        qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, num_experts=32, num_experts_per_token=4,
-        num_shared_experts=2, moe_intermediate_size=256, routed_expert_hidden_size=256, attn_res_block_size=4,
-        linear_attn_config=dict(num_heads=8, head_dim=64, **_every_nth(13, 4, (13,))),
-    ),
-    "k3-full": dict(
-        vocab_size=163840, hidden_size=7168, num_hidden_layers=93, num_attention_heads=96, num_key_value_heads=96,
-        intermediate_size=33792, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
-        v_head_dim=128, num_experts=896, num_experts_per_token=16, num_shared_experts=2, moe_intermediate_size=3072,
-        routed_expert_hidden_size=3584, attn_res_block_size=12,
-        linear_attn_config=dict(num_heads=96, head_dim=128, **_every_nth(93, 4, (93,))),
-    ),
-}  # fmt: skip
-
-
 def preset(name: str, **overrides: Any) -> K3Config:
     """A preset with some fields changed. Where `num_hidden_layers` changes, `linear_attn_config` follows unless given.
 
@@ -217,7 +185,7 @@ def preset(name: str, **overrides: Any) -> K3Config:
     if "num_hidden_layers" in overrides and "linear_attn_config" not in overrides:
         fields["linear_attn_config"] = {
             **PRESETS[name]["linear_attn_config"],
-            **_every_nth(layers, 4, (layers,)),
+            **every_nth(layers, 4, (layers,)),
         }
     return parse_k3_config(fields, f"model '{name}'")
 
@@ -225,9 +193,9 @@ def preset(name: str, **overrides: Any) -> K3Config:
 # Fields that a released or transformers-written config.json carries for other software.
 _FOREIGN = {
     "architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "quantization_config",
-    "use_cache", "return_dict", "output_hidden_states", "_name_or_path", "_attn_implementation", "chunk_size_feed_forward",
-    "is_encoder_decoder", "id2label", "label2id", "problem_type", "output_attentions", "is_decoder", "cross_attention_hidden_size",
-    "add_cross_attention", "tie_encoder_decoder",
+    "use_cache", "return_dict", "output_hidden_states", "_name_or_path", "_attn_implementation", "id2label", "label2id",
+    "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "output_attentions", "is_decoder",
+    "cross_attention_hidden_size", "add_cross_attention", "tie_encoder_decoder",
 }  # fmt: skip
 _TOP_ONLY = {
     "vision_config", "text_config", "media_placeholder_token_id", "image_placeholder", "ignore_index", "k3rl",

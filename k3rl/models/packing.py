@@ -139,6 +139,12 @@ class Layout:
         return torch.from_numpy(np.arange(self.num_tokens) - start).to(self.device)
 
     @cached_property
+    def kernel_cu(self) -> tuple[Tensor, Tensor]:
+        """cu_seqlens as int64 on the device and on the host: one pair for all layers, which kernels cache by."""
+        host = torch.from_numpy(self.cu)
+        return host.to(self.device), host
+
+    @cached_property
     def last_T(self) -> Tensor:
         """Packed index of each sequence's last token, [N]."""
         return torch.from_numpy(self.cu[1:] - 1).to(self.device)

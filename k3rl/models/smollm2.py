@@ -26,7 +26,7 @@ def cache_folder() -> Path:
 
 
 def smollm2_folder() -> Path:
-    """Folder with config.json, model.safetensors (bfloat16, 269 MB) and the tokenizer. UserError where it cannot be had."""
+    """Folder with config.json, model.safetensors (bfloat16, 269 MB) and tokenizer; UserError where out of reach."""
     final = cache_folder() / NAME
     if (final / "config.json").exists():
         return final

@@ -1,4 +1,4 @@
-"""The `LanguageModel` contract, on K3 and on a transformers model: packed = separate, cached = whole, strict weights."""
+"""The `LanguageModel` contract, on K3 and transformers models: packed = separate, cached = whole, strict weights."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def k3(dtype: torch.dtype = torch.float32) -> K3Model:
 
 
 def _small(kind: type) -> dict[str, object]:
-    return dict(
-        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.2,
-    )  # fmt: skip
+    return {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "initializer_range": 0.2,
+    }  # fmt: skip
 
 
 def llama() -> HFModel:
@@ -187,7 +187,8 @@ def test_weights_load_strictly_and_atomically(make) -> None:
 def test_tied_head_is_one_weight_and_stays_tied() -> None:
     model = llama()
     names = [n for n, _ in model.named_weights()]
-    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
     model.load_named_weights([(n, torch.full_like(t, 0.5)) for n, t in model.named_weights()])
     assert model.head_weight().data_ptr() == model.hf.model.embed_tokens.weight.data_ptr()
     assert (model.head_weight() == 0.5).all()

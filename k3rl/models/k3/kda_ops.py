@@ -9,20 +9,18 @@ Legend: T tokens packed, N sequences, H heads, K key width, V value width, M chu
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from k3rl.models.k3.kda_fla import Backend, kda_fla, pick_backend
 from k3rl.models.packing import Layout
 
 TILE = 16  # tokens whose decay factors share one reference; 16 steps of at most e^-5 stay in float32 and bfloat16
 CHUNK = 32
 L2_EPS = 1e-6
-
-Backend = Literal["auto", "torch", "fla"]
 
 
 def decay(z_THK: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor, lower_bound: float) -> Tensor:
@@ -52,12 +50,11 @@ def kda(
     """KDA over packed sequences from raw projections: normalises q and k, makes the decay from z and beta from b.
 
     ``state_NHKV`` is each sequence's float32 state (zeros where None). Returns outputs [T, H, V] in v's dtype and the
-    states after the last token, float32 [N, H, K, V]. ``auto`` takes fla's kernels for CUDA tensors, else torch.
+    states after the last token, float32 [N, H, K, V]. ``auto`` takes fla's kernels for half-precision CUDA tensors and
+    torch for all others.
     """
-    if pick_backend(q_THK.device, backend) == "fla":
-        return _kda_fla(
-            q_THK, k_THK, v_THV, z_THK, b_TH, A_log_H, dt_bias_HK, lower_bound, layout, state_NHKV
-        )
+    if pick_backend(q_THK, backend) == "fla":
+        return kda_fla(q_THK, k_THK, v_THV, z_THK, b_TH, A_log_H, dt_bias_HK, lower_bound, layout, state_NHKV)
     wide = torch.float64 if q_THK.dtype == torch.float64 else torch.float32
     g = decay(z_THK, A_log_H, dt_bias_HK, lower_bound)
     beta = torch.sigmoid(b_TH.to(wide))
@@ -186,48 +183,3 @@ def _across_chunks(
     finished.append(S)
     last = torch.cat(finished[::-1]).index_select(0, torch.argsort(cut.order_N))
     return torch.cat(corrected), torch.cat(before), last
-
-
-def pick_backend(device: torch.device, backend: Backend = "auto") -> Literal["torch", "fla"]:
-    """fla's Triton kernels for CUDA tensors where they are installed, plain torch elsewhere.
-
-    Raises RuntimeError where fla is asked for by name and cannot run.
-    """
-    if backend == "torch":
-        return "torch"
-    usable = device.type == "cuda" and importlib.util.find_spec("fla") is not None
-    if backend == "fla" and not usable:
-        raise RuntimeError(
-            f"fla's kernels need a CUDA tensor (got {device}) and `pip install flash-linear-attention`"
-        )
-    return "fla" if usable else "torch"
-
-
-def _kda_fla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    z: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float,
-    layout: Layout,
-    state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """flash-linear-attention >= 0.6: norm, gate and sigmoid inside the kernel, packed with B = 1."""
-    from fla.ops.kda import chunk_kda, fused_recurrent_kda
-
-    common: dict[str, Any] = {
-        "A_log": A_log.float(), "dt_bias": dt_bias.float().reshape(-1), "initial_state": state, "output_final_state": True,
-        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
-        "lower_bound": lower_bound,
-    }  # fmt: skip
-    if layout.decode:  # one token a sequence: a plain batch
-        out, state = fused_recurrent_kda(q[:, None], k[:, None], v[:, None], z[:, None], b[:, None], **common)
-        return out[:, 0], state
-    cu = torch.from_numpy(layout.cu).to(q.device)
-    out, state = chunk_kda(
-        q[None], k[None], v[None], z[None], b[None], safe_gate=True, cu_seqlens=cu, **common
-    )
-    return out[0], state

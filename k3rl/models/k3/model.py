@@ -144,7 +144,7 @@ class K3Model(LanguageModel):
         return self.routing.recording()
 
     def replay_routing(self, ids_TLK: Tensor) -> AbstractContextManager[None]:
-        """Forwards inside take these experts ([T, expert layers, K], their packed tokens' order) instead of choosing."""
+        """Forwards inside take these experts ([T, expert layers, K], in their packed order) and choose none."""
         return self.routing.replaying(ids_TLK)
 
     def head_weight(self) -> Tensor:
@@ -164,8 +164,7 @@ class K3Model(LanguageModel):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.state_dict(keep_vars=True).items():
-            for out_name, part in self.unfuse(name, tensor.detach()):
-                yield out_name, part
+            yield from self.unfuse(name, tensor.detach())
 
     def unfuse(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A parameter or buffer by its module name, as checkpoint entries: the expert stacks become one tensor each.
