@@ -113,7 +113,8 @@ class JudgeError(GraderError):
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A registered reward."""
+    """A registered reward. ``address`` is by what `rewards.registry.get_reward` finds it in another process;
+    empty: its name."""
 
     name: str
     function: Callable[..., Any]
@@ -122,7 +123,9 @@ class RewardFunction:
     trusted: bool = False
     deterministic: bool = False
     timeout_s: float | None = None
+    fresh: bool = False
     origin: str = ""
+    address: str = ""
 
     @property
     def is_async(self) -> bool:
@@ -162,6 +165,7 @@ def reward(
     trusted: bool = False,
     deterministic: bool = False,
     timeout_s: float | None = None,
+    fresh: bool = False,
 ) -> Callable[[F], F]:
     """Register a reward function.
 
@@ -174,6 +178,8 @@ def reward(
             bounded by the size of its input; everything else runs in a process that can be killed.
         deterministic: Equal inputs always get equal verdicts: they may be cached.
         timeout_s: Wall-clock limit of a call where it differs from the config's.
+        fresh: A new process for every call. For rewards that run what the model wrote: nothing it changes
+            outlives its own verdict.
     """
 
     def register(function: F) -> F:
@@ -183,7 +189,7 @@ def reward(
         if found is not None and found.origin != origin and not _same_source(found.function, function):
             raise UserError(f"two rewards are called '{key}': {found.origin} and {origin}")
         REGISTERED[key] = RewardFunction(
-            key, function, scope, depends, trusted, deterministic, timeout_s, origin
+            key, function, scope, depends, trusted, deterministic, timeout_s, fresh, origin
         )
         function.__k3rl_reward__ = REGISTERED[key]  # type: ignore[attr-defined]
         return function

@@ -4,6 +4,7 @@ addresses."""
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from importlib.metadata import entry_points
 
 from k3rl.data.functions import find_object, load_file
@@ -68,10 +69,10 @@ def get_reward(name: str) -> RewardFunction:
 def _as_reward(name: str, value: object) -> RewardFunction:
     found = getattr(value, "__k3rl_reward__", None)
     if isinstance(found, RewardFunction):
-        return found
+        return replace(found, address=name)
     if not callable(value):
         raise UserError(f"the reward '{name}' is not a function but a {type(value).__name__}")
-    return RewardFunction(name, value, origin=name)  # a bare function is a trajectory reward
+    return RewardFunction(name, value, origin=name, address=name)  # a bare function is a trajectory reward
 
 
 def known_names() -> list[str]:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from k3rl.chat import load_renderer
 from k3rl.config.rewards import RewardConfig
 from k3rl.errors import RunError
-from k3rl.types import Effort, Group, Outcome, Reward
+from k3rl.types import Group, Outcome, Reward
+from rewards.budgets import Tau
 from rewards.worker import RewardWorker
 
 if TYPE_CHECKING:
@@ -44,8 +44,10 @@ class ScoredGroup:
 class _Ticket:
     group: Group
     step: int
-    worker: int
+    tau: Tau | None
     submitted_s: float
+    worker: int = 0
+    actor: Any = None
     deaths: int = 0
 
 
@@ -56,11 +58,8 @@ class _Actor:
         os.nice(5)  # rewards wait rather than slow generation down
         self.worker = RewardWorker(config, load_renderer(tokenizer), thinking)
 
-    def score(self, group: Group, step: int) -> list[Reward]:
-        return self.worker.score(group, step)
-
-    def set_tau(self, tau: Mapping[str, Mapping[Effort, float]] | None) -> None:
-        self.worker.set_tau(tau)
+    def score(self, group: Group, step: int, tau: Tau | None) -> list[Reward]:
+        return self.worker.score(group, step, tau)
 
     def metrics(self) -> dict[str, float]:
         return self.worker.metrics()
@@ -93,6 +92,11 @@ def settle(group: Group, rewards: list[Reward], config: RewardConfig, step: int)
     return ScoredGroup(group, step, drop)
 
 
+def slim(group: Group) -> Group:
+    """The group without the engine's routing, which no reward reads and which is large."""
+    return replace(group, trajectories=[replace(t, routing=None) for t in group.trajectories])
+
+
 class RewardService:
     """See the module's docstring. Needs a running Ray."""
 
@@ -101,7 +105,7 @@ class RewardService:
         self.workers = [self._start() for _ in range(config.workers)]
         self.load = [0] * config.workers
         self.waiting: dict[ObjectRef, _Ticket] = {}
-        self.tau: Mapping[str, Mapping[Effort, float]] | None = None
+        self.tau: Tau | None = None
         self.counts = {"groups": 0, "trajectories": 0, "dropped": 0, "worker_deaths": 0}
         self.latency_s = 0.0
 
@@ -113,12 +117,13 @@ class RewardService:
 
     def submit(self, group: Group, step: int = 0) -> None:
         """Hand a group over to the least busy worker. Returns at once."""
-        self._send(_Ticket(group, step, 0, time.monotonic()))
+        self._send(_Ticket(group, step, self.tau, time.monotonic()))
 
     def _send(self, ticket: _Ticket) -> None:
         ticket.worker = min(range(len(self.workers)), key=self.load.__getitem__)
         self.load[ticket.worker] += 1
-        reference = self.workers[ticket.worker].score.remote(ticket.group, ticket.step)
+        ticket.actor = self.workers[ticket.worker]
+        reference = ticket.actor.score.remote(slim(ticket.group), ticket.step, ticket.tau)
         self.waiting[reference] = ticket
 
     @property
@@ -154,15 +159,9 @@ class RewardService:
         return [done]
 
     def _worker_died(self, ticket: _Ticket, error: Exception) -> list[ScoredGroup]:
-        import ray
-
-        self.counts["worker_deaths"] += 1
-        try:
-            ray.get(self.workers[ticket.worker].fingerprint.remote(), timeout=30)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        if self.workers[ticket.worker] is ticket.actor:  # the first of its groups to notice replaces it
+            self.counts["worker_deaths"] += 1
             self.workers[ticket.worker] = self._start()
-            if self.tau is not None:
-                self.workers[ticket.worker].set_tau.remote(self.tau)
         ticket.deaths += 1
         if ticket.deaths < MAX_WORKER_DEATHS:
             self._send(ticket)
@@ -187,12 +186,9 @@ class RewardService:
             done += self.poll(min(left_s, 5.0))
         return done
 
-    def set_tau(self, tau: Mapping[str, Mapping[Effort, float]] | None) -> None:
-        """Move the budget's tau for all groups handed over from now on."""
-        import ray
-
+    def set_tau(self, tau: Tau | None) -> None:
+        """tau by domain and effort in the place of the config's, for groups handed over from now on."""
         self.tau = tau
-        ray.get([w.set_tau.remote(tau) for w in self.workers], timeout=60)
 
     def fingerprint(self) -> str:
         """The tokenizer's, as the workers loaded it; compare it with the engine's."""

@@ -22,7 +22,6 @@ from k3rl.errors import UserError
 from k3rl.types import (
     Author,
     Channel,
-    Effort,
     Group,
     Outcome,
     ParsedResponse,
@@ -32,7 +31,7 @@ from k3rl.types import (
     Trajectory,
 )
 from rewards.api import RewardFunction, Score, Scored, Verdict
-from rewards.budgets import apply_budgets
+from rewards.budgets import Tau, apply_budgets
 from rewards.calls import call_reward
 from rewards.compose import combine
 from rewards.isolation.pool import IsolatedPool
@@ -92,27 +91,22 @@ def check_rewards(config: RewardConfig, problems: Sequence[Problem]) -> None:
 class RewardWorker:
     """Scores groups. Safe to call from several threads.
 
-    ``step`` counts the run's optimiser steps (Toggle's phases and warm-ups need it); `set_tau` moves the
-    curriculum.
+    ``step`` counts the run's optimiser steps: Toggle's phases and warm-ups need it.
     """
 
     def __init__(self, config: RewardConfig, renderer: Renderer, thinking: bool = True) -> None:
         self.config, self.renderer, self.thinking = config, renderer, thinking
         load_modules(config.modules)
         self.pool = IsolatedPool(config.processes, config.memory_mb, config.retries, config.modules)
-        self.tau: Mapping[str, Mapping[Effort, float]] | None = None
         self.cache: OrderedDict[bytes, Verdict] = OrderedDict()
         self.lock = threading.Lock()
         self.functions: dict[str, RewardFunction] = {}
         self.counts: dict[str, int] = defaultdict(int)
         self.seconds_s: dict[str, float] = defaultdict(float)
 
-    def set_tau(self, tau: Mapping[str, Mapping[Effort, float]] | None) -> None:
-        """tau by domain and effort from now on, in the place of the config's."""
-        self.tau = tau
-
-    def score(self, group: Group, step: int = 0) -> list[Reward]:
-        """One reward for each trajectory of the group, in order."""
+    def score(self, group: Group, step: int = 0, tau: Tau | None = None) -> list[Reward]:
+        """One reward for each trajectory of the group, in order. ``tau`` goes in the place of the
+        config's."""
         start_s = time.perf_counter()
         gradable = [i for i, t in enumerate(group.trajectories) if t.status is not Status.FAILED]
         views = [
@@ -125,9 +119,7 @@ class RewardWorker:
         ]
         for position, index in enumerate(gradable):
             rewards[index] = combine(self.config, {key: v[position] for key, v in by_part.items()})
-        rewards = apply_budgets(
-            self.config.budgets, group.problem, group.trajectories, rewards, step, self.tau
-        )
+        rewards = apply_budgets(self.config.budgets, group.problem, group.trajectories, rewards, step, tau)
         with self.lock:
             self.counts["groups"] += 1
             self.seconds_s["score"] += time.perf_counter() - start_s

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,23 +32,17 @@ class Task:
     modules: tuple[str, ...] = field(default=())
 
 
-class Kept:
-    """Standard output of a reward: the first characters are kept, the rest is counted."""
-
-    encoding = "utf-8"
+class Kept(io.TextIOBase):
+    """Standard output of a reward: its first characters."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.text = ""
 
     def write(self, text: str) -> int:
         if len(self.text) < KEPT_OUTPUT_CHARACTERS:
             self.text += text[: KEPT_OUTPUT_CHARACTERS - len(self.text)]
         return len(text)
-
-    def flush(self) -> None: ...
-
-    def isatty(self) -> bool:
-        return False
 
 
 def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
@@ -81,7 +77,7 @@ def serve(sock: socket.socket) -> None:
             if printed.text and any(v.outcome is not Outcome.SCORED for v in verdicts):
                 for line in lines:
                     line["explanation"] += f"\nprinted: {printed.text}"
-            _reply(sock, {"verdicts": lines})
+            _reply(sock, {"verdicts": lines, "threads": threading.active_count()})
 
 
 def _reply(sock: socket.socket, message: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ START_TIMEOUT_S = 120.0  # first imports, on a machine that is busy with trainin
 MAX_CALLS = 20_000
 CHUNK_S = 0.05  # work handed to a child at once, by the mean time of a call
 MAX_EXPLANATION_CHARACTERS = 4000
+BROKEN = (Outcome.GRADER_FAILED, Outcome.TIMED_OUT)  # what raised may have left something half done
 
 
 class ChildFailed(Exception):
@@ -118,6 +119,7 @@ class Child:
     def __init__(self, zygote: ZygoteHandle) -> None:
         self.zygote = zygote
         self.calls = 0
+        self.idle = True  # nothing that the calls started still runs
         self.pid, self.sock = zygote.fork()
 
     def run(self, task: Task, timeout_s: float, whole: bool) -> Iterator[list[Verdict]]:
@@ -140,6 +142,7 @@ class Child:
             except TooLate as error:
                 raise ChildTooSlow from error
             verdicts = [read_verdict(v) for v in reply.get("verdicts") or ()]
+            self.idle = self.idle and reply.get("threads") == 1
             count += len(verdicts)
             if not verdicts or count > len(task.items):
                 raise ChildFailed("it answered with the wrong number of verdicts")
@@ -190,10 +193,6 @@ class PoolStats:
     died: int = 0
 
 
-def _is_failure(verdict: Verdict | None) -> bool:
-    return verdict is not None and verdict.outcome is not Outcome.SCORED
-
-
 class IsolatedPool:
     """Calls rewards in processes that can be killed.
 
@@ -231,8 +230,8 @@ class IsolatedPool:
         """One verdict for each item, in order. Never raises for what a reward does."""
         if not items:
             return []
-        size = len(items)
-        if reward.scope == "trajectory" and self.processes > 1:
+        size = 1 if reward.fresh and reward.scope == "trajectory" else len(items)
+        if not reward.fresh and reward.scope == "trajectory" and self.processes > 1:
             fitting = int(CHUNK_S / max(self.mean_s.get(reward.name, CHUNK_S), 1e-6))
             size = max(1, min(fitting, math.ceil(len(items) / self.processes)))
         chunks = [items[i : i + size] for i in range(0, len(items), size)]
@@ -250,12 +249,14 @@ class IsolatedPool:
         queue: list[tuple[list[int], int]] = [(list(range(len(items))), 0)]  # indices, attempts so far
         while queue:
             indices, attempts = queue.pop(0)
-            task = Task(reward.name, [items[i] for i in indices], arguments, timeout_s, self.modules)
-            verdicts, blamed, trouble = self._attempt(task, timeout_s, together)
+            task = Task(
+                reward.address or reward.name, [items[i] for i in indices], arguments, timeout_s, self.modules
+            )
+            verdicts, blamed, trouble = self._attempt(task, timeout_s, together, reward.fresh)
             for index, verdict in zip(indices, verdicts, strict=False):
                 results[index] = verdict
             rest = indices[len(verdicts) :]
-            failed = [i for i in indices if _is_failure(results[i])]
+            failed = [i for i, v in zip(indices, verdicts, strict=False) if v.outcome is not Outcome.SCORED]
             if trouble is not None and together and len(rest) > 1 and reward.scope == "trajectory":
                 queue += [([i], attempts) for i in rest]  # one of them did it: the others shall not suffer
                 continue
@@ -273,7 +274,7 @@ class IsolatedPool:
         return [r if r is not None else Verdict(Outcome.GRADER_FAILED) for r in results]
 
     def _attempt(
-        self, task: Task, timeout_s: float, together: bool
+        self, task: Task, timeout_s: float, together: bool, fresh: bool
     ) -> tuple[list[Verdict], int, Verdict | None]:
         """Verdicts that came; and where something went wrong, how many of the rest it is the fault of, and
         what."""
@@ -281,11 +282,11 @@ class IsolatedPool:
         child, keep, start_s = None, False, time.monotonic()
         blamed = len(task.items) if together else 1
         try:
-            child = self._take()
+            child = self._take(fresh)
             for some in child.run(task, timeout_s, together):
                 verdicts += some
                 start_s = time.monotonic()
-            keep = all(v.outcome is Outcome.SCORED or v.outcome is Outcome.JUDGE_FAILED for v in verdicts)
+            keep = not fresh and child.idle and not any(v.outcome in BROKEN for v in verdicts)
             return verdicts, 0, None
         except ChildTooSlow:
             self.stats.timed_out += 1
@@ -300,9 +301,9 @@ class IsolatedPool:
             if child is not None:
                 self._give(child, keep)
 
-    def _take(self) -> Child:
+    def _take(self, fresh: bool) -> Child:
         with self.lock:
-            if self.free:
+            if self.free and not fresh:
                 return self.free.pop()
             self.stats.started += 1
         return Child(self.zygote)

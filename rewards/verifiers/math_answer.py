@@ -168,9 +168,8 @@ def _read(text: str, depth: int) -> Answer:
         return Words(plain.lower())
     if plain.lower() in NOTHING:
         return Sequence("set", (), "{", "}")
-    if match := MATRIX.search(plain):
-        if len(plain) - len(match[0]) <= 4 and not plain.startswith("|"):
-            return _matrix(match[2], depth)
+    if (match := MATRIX.search(plain)) and len(plain) - len(match[0]) <= 4 and not plain.startswith("|"):
+        return _matrix(match[2], depth)
     union = split_top(plain, CUP)
     if len(union) > 1:
         return Union(tuple(_read(p, depth + 1) for p in union))
@@ -321,6 +320,7 @@ def _take_unit(text: str) -> tuple[str, Unit | None, bool]:
         return text, None, False
     name = (
         " ".join(match["unit"].replace("\\", "").replace("{", "").replace("}", "").split())
+        .replace(" ^", "^")
         .lower()
         .rstrip(". ")
     )

@@ -40,15 +40,15 @@ def formulas(text: str) -> list[str]:
 
 def box_left_open(text: str) -> bool:
     """Did the response stop inside a box?"""
-    last = None
-    for last in BOX.finditer(text):
-        pass
-    return last is not None and not boxes(text[last.start() :])
+    starts = [match.start() for match in BOX.finditer(text)]
+    return bool(starts) and not boxes(text[starts[-1] :])
 
 
 def candidates(text: str, parts: int) -> list[str]:
-    """What the response may mean as its answer, best first. The first that can be read decides, but for a list put
-    together from several boxes or formulas, which a gold answer of several parts may be spread over: it comes first.
+    """What the response may mean as its answer, best first.
+
+    The first that can be read decides, but for a list put together from several boxes or formulas, which a
+    gold answer of several parts may be spread over: it comes first.
 
     A response that stops inside a box has no answer: nobody knows how it would have gone on.
     """

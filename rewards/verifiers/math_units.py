@@ -61,18 +61,35 @@ for factor, *names in LENGTHS:
             _add("acceleration", factor, f"{name}/{second}^2", f"{name} per {second} squared")
 _add("speed", Fraction("1609.344") / 3600, "mph")
 _add("speed", Fraction(1000, 3600), "kph", "kmh")
-for factor, *names in [("1e-6", "mg", "milligram"), ("0.001", "g", "gram"), ("1", "kg", "kilogram"),
-                       ("1000", "tonne", "t"), ("0.45359237", "lb", "pound"), ("0.028349523125", "oz", "ounce")]:  # fmt: skip
-    _add("mass", factor, *names)
-for factor, *names in [("0.001", "ms", "millisecond"), ("1", "s", "sec", "second"), ("60", "min", "minute"),
-                       ("3600", "h", "hr", "hour"), ("86400", "day"), ("604800", "week"), ("31557600", "year", "yr"),
-                       ("2629800", "month")]:  # fmt: skip
-    _add("time", factor, *names)
-for factor, *names in [("1e-6", "ml", "milliliter", "millilitre"), ("0.001", "l", "liter", "litre"),
-                       ("0.003785411784", "gallon", "gal")]:  # fmt: skip
-    _add("volume", factor, *names)
-for factor, *names in [("1", "dollar", "usd", "buck"), ("0.01", "cent")]:
-    _add("money", factor, *names)
+MEASURES = {
+    "mass": [
+        ("1e-6", "mg", "milligram"),
+        ("0.001", "g", "gram"),
+        ("1", "kg", "kilogram"),
+        ("1000", "tonne", "t"),
+        ("0.45359237", "lb", "pound"),
+        ("0.028349523125", "oz", "ounce"),
+    ],
+    "time": [
+        ("0.001", "ms", "millisecond"),
+        ("1", "s", "sec", "second"),
+        ("60", "min", "minute"),
+        ("3600", "h", "hr", "hour"),
+        ("86400", "day"),
+        ("604800", "week"),
+        ("31557600", "year", "yr"),
+        ("2629800", "month"),
+    ],
+    "volume": [
+        ("1e-6", "ml", "milliliter", "millilitre"),
+        ("0.001", "l", "liter", "litre"),
+        ("0.003785411784", "gallon", "gal"),
+    ],
+    "money": [("1", "dollar", "usd", "buck"), ("0.01", "cent")],
+}
+for measure, units in MEASURES.items():
+    for factor, *names in units:
+        _add(measure, factor, *names)
 for names in (["j", "joule"], ["n", "newton"], ["w", "watt"], ["v", "volt"], ["hz", "hertz"], ["pa", "pascal"],
               ["k", "kelvin"], ["mol", "mole"], ["a", "ampere", "amp"], ["ohm", "omega"]):  # fmt: skip
     _add(names[0], "1", *names)

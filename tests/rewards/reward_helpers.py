@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from k3rl.chat import load_renderer
 from k3rl.types import Author, Channel, Effort, Group, Problem, Segment, Status, Trajectory
 
@@ -48,4 +50,28 @@ def make_group(contents: list[str], problem: Problem | None = None, **more) -> G
     return Group(problem, 0, [make_trajectory(problem, i, c, **more) for i, c in enumerate(contents)])
 
 
-__all__ = ["RENDERER", "Channel", "make_group", "make_problem", "make_trajectory", "segments"]
+def descendants(root: int) -> dict[int, str]:
+    """Process ids below ``root`` and what they run."""
+    parents: dict[int, tuple[int, str]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                text = (entry / "stat").read_text()
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            parents[int(entry.name)] = (int(text.rpartition(")")[2].split()[1]), command)
+    found: dict[int, str] = {}
+    grew = True
+    while grew:
+        new = {
+            p: c
+            for p, (parent, c) in parents.items()
+            if (parent == root or parent in found) and p not in found
+        }
+        found |= new
+        grew = bool(new)
+    return found
+
+
+__all__ = ["RENDERER", "Channel", "descendants", "make_group", "make_problem", "make_trajectory", "segments"]
