@@ -100,6 +100,11 @@ class KDAttention(nn.Module):
             for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d):
                 conv.weight.copy_(torch.empty(conv.weight.shape).uniform_(-bound, bound, generator=generator))
 
+    def head_blocks(self) -> dict[str, tuple[int, int]]:
+        """Parameters with a head axis: (axis, width of a head along it)."""
+        rows = ("q_proj", "k_proj", "v_proj", "g_proj", "f_b_proj")
+        return {f"{n}.weight": (0, self.head_dim) for n in rows} | {"o_proj.weight": (1, self.head_dim)}
+
     def forward(self, x_TD: Tensor, layout: Layout) -> Tensor:
         heads = (self.heads, self.head_dim)
         conv_state, state = self._read(layout)
@@ -168,13 +173,20 @@ class MLAttention(nn.Module):
         self.g_proj = _linear(D, H * self.value, dtype, device)
         self.o_proj = _linear(H * self.value, D, dtype, device)
         self.absorb = True  # off: decode expands keys and values like prefill, for comparison
-        self.max_logit_H: Tensor | None = (
-            None  # filled in training where `track_max_logit` is on, for QK-Clip
-        )
-        self.track_max_logit = False
+        self.track_max_logit = False  # on: training forwards fill `max_logit_H` [H], for QK-Clip
+        self.max_logit_H: Tensor | None = None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Nothing beyond the matrices' common initialisation."""
+
+    def head_blocks(self) -> dict[str, tuple[int, int]]:
+        """Parameters with a head axis: (axis, width of a head along it)."""
+        return {
+            "q_b_proj.weight": (0, self.nope + self.shared),
+            "kv_b_proj.weight": (0, self.nope + self.value),
+            "g_proj.weight": (0, self.value),
+            "o_proj.weight": (1, self.value),
+        }
 
     def forward(self, x_TD: Tensor, layout: Layout) -> Tensor:
         q_THK = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))).unflatten(-1, (self.heads, -1))
@@ -189,7 +201,7 @@ class MLAttention(nn.Module):
                 read_packed(held, layout).to(x_TD.dtype) if layout.decode or layout.past.any() else latent_TR
             )
         k_UHK, v_UHV = self._expand(latent_TR)
-        if self.track_max_logit and self.training:
+        if self.track_max_logit and self.training and torch.is_grad_enabled():
             self._note_max_logit(q_THK, k_UHK, layout)
         return self._out(packed_attention(q_THK, k_UHK, v_UHV, layout, self.scale), x_TD)
 

@@ -49,9 +49,8 @@ class Router(nn.Module):
         )
         # A buffer: no gradient reaches it, and no blanket cast of parameters may touch it (spec/10 row 65).
         self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts, device=device))
-        self.observe: Callable[[Tensor], None] | None = (
-            None  # a balancer, fed scores [T, E] once per training token
-        )
+        # A balancer, fed scores [T, E] and ids [T, K] once per token that is trained on.
+        self.observe: Callable[[Tensor, Tensor], None] | None = None
 
     def forward(self, x_TD: Tensor, routing: Routing, index: int) -> tuple[Tensor, Tensor]:
         """Returns (expert ids [T, K], weights [T, K] in float32)."""
@@ -62,8 +61,8 @@ class Router(nn.Module):
                 ids_TK = (scores_TE + self.e_score_correction_bias).topk(self.top_k, -1, sorted=False).indices
         if routing.first_time(index):
             routing.chosen[index] = ids_TK
-            if self.training and self.observe is not None:
-                self.observe(scores_TE.detach())
+            if self.observe is not None and self.training and torch.is_grad_enabled():
+                self.observe(scores_TE.detach(), ids_TK)
         weights_TK = scores_TE.gather(1, ids_TK)
         if self.renormalise:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
