@@ -5,21 +5,18 @@
         ...
     pool.publish(publication)                          # every worker acknowledges the new version
 
-One loop drives all: give work, wait for any answer, take it in, look at the deadlines. Each call to a
-worker has a deadline and says what it is for; a worker that dies or does not answer is killed and
-replaced, gets the current weights, and its trajectories go on from the controller's copies. Two calls are
-under way to each worker, so that it works on while its last report is read.
+One loop drives all: replace the dead, give work, wait for any answer, take it in, look at the deadlines. The
+`Controller` decides who runs what and holds every token that was reported; the `Fleet` keeps the workers
+alive; here the two meet.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from k3rl.config.rollout import RolloutConfig
@@ -27,16 +24,13 @@ from k3rl.errors import RunError
 from k3rl.types import Group, Problem
 from k3rl.weights import Ack, Publication
 from rollout.controller import Controller
-from rollout.transport import MakeWorker, RayTransport, Transport, WorkerDied
-from rollout.worker import Hello, Orders, Report
-
-log = logging.getLogger(__name__)
+from rollout.fleet import CALLS_UNDER_WAY, POLL_S, Fleet, Member
+from rollout.pump import Pump
+from rollout.transport import MakeWorker, RayTransport, Transport
+from rollout.worker import Orders, Report
 
 DrawProblem = Callable[[], tuple[int, Problem] | None]
 """The next draw's ordinal and problem; ``None`` when there are no more."""
-
-CALLS_UNDER_WAY = 2
-POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +48,6 @@ class Progress:
     tokens_per_s: float
     seconds_s: float
     by_effort: dict[str, float]
-
-
-@dataclass(slots=True)
-class _Call:
-    ticket: Any
-    what: str
-    deadline_s: float
-    then: Callable[[Any], None]
-
-
-@dataclass(slots=True)
-class _Worker:
-    """``ready``: it has the current weights and takes orders."""
-
-    index: int
-    calls: deque[_Call] = field(default_factory=deque)
-    ready: bool = False
-    dead: bool = False
-    asleep: bool = False
-    advances: int = 0
-    release: list[str] = field(default_factory=list)
-    last: Report | None = None
-    busy_s: float = 0.0
 
 
 class RolloutPool:
@@ -99,27 +70,23 @@ class RolloutPool:
         bundles: list[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config, self.version = config, version
+        self.config, self._clock = config, clock
         self.controller = Controller(config, run_seed)
-        self._transport = transport or RayTransport(
+        transport = transport or RayTransport(
             make_worker, options=actor_options, placement_group=placement_group, bundles=bundles
         )
-        self._clock = clock
-        self._workers = [_Worker(i) for i in range(config.workers)]
-        self._publication: Publication | None = None
-        self._acks: dict[int, Ack] = {}
-        self._hello: Hello | None = None
+        self.fleet = Fleet(config, transport, version, clock, self.controller.lost, self._holding)
         self._open = True  # workers may take work
-        self._asleep = False
-        self._faults_in_row = 0
-        self._last_news_s = clock()
         self._draw: DrawProblem | None = None
         self._step_tokens = 0
         self._step_started_s = clock()
         self._lock = threading.RLock()
-        self._pump: _Pump | None = None
-        for worker in self._workers:
-            self._start(worker)
+        self._pump: Pump | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the workers serve."""
+        return self.fleet.version
 
     # -- generating ----------------------------------------------------------------------------------------
 
@@ -154,7 +121,8 @@ class RolloutPool:
 
     def _begin(self, step: int, ahead: bool = False) -> None:
         self._open = True
-        self._last_news_s = self._step_started_s = self._clock()
+        self.fleet.news()
+        self._step_started_s = self._clock()
         self._step_tokens = self.controller.counts["tokens"]
         # What is generated while the weights are being trained is trained on by the next ones.
         need = self.controller.begin_step(step, self.version + ahead)
@@ -173,21 +141,25 @@ class RolloutPool:
         self.controller.check()
         self._begin(step + 1, ahead=True)
         if self._pump is None:
-            self._pump = _Pump(self)
+            self._pump = Pump(self._turn, self._lock)
+            self._pump.start()
 
     def _rest(self) -> None:
         """Every worker hands everything back. One that dies meanwhile has reported all but its last
         slices."""
-        self._open, self.controller.pausing = False, True
+        self.controller.pausing = True
         try:
-            for worker in self._workers:
-                if worker.ready and not worker.asleep:
-                    self._call(
-                        worker, "pause", "its pause", self.config.call_timeout_s, self._reported(worker)
-                    )
-            self._until(lambda: not any(self.controller.holds), "the workers' pause")
+            self._pause_workers()
         finally:
             self.controller.pausing = False
+
+    def _pause_workers(self) -> None:
+        self._open = False
+        for member in self.fleet.members:
+            if member.ready and not member.asleep:
+                then = functools.partial(self._reported, member)
+                self.fleet.call(member, "pause", "its pause", self.config.call_timeout_s, then)
+        self.fleet.until(lambda: not any(self.controller.holds), "the workers' pause")
 
     def progress(self) -> Progress:
         controller, scheduler = self.controller, self.controller.scheduler
@@ -200,7 +172,7 @@ class RolloutPool:
             groups_done=scheduler.groups_in_step,
             in_flight=scheduler.in_flight,
             waiting=len(controller.queue),
-            workers=sum(w.ready for w in self._workers),
+            workers=sum(m.ready for m in self.fleet.members),
             tokens=tokens,
             tokens_per_s=tokens / seconds,
             seconds_s=seconds,
@@ -221,26 +193,13 @@ class RolloutPool:
         At rest in ``partial``; ``one_step_off`` rests for it and goes on; ``in_flight`` changes weights
         under what runs. A worker that dies meanwhile loads it when it is replaced."""
         with self._locked():
-            if self._asleep:
+            if self.fleet.asleep:
                 raise RunError("rollout: weights cannot be published to sleeping workers: wake them first")
             if self.config.mode == "one_step_off":
-                self._rest_for_weights()
-            self._publication, self.version, self._acks = publication, publication.version, {}
-            for worker in self._workers:
-                if worker.ready:
-                    self._load(worker)
-            self._until(
-                lambda: len(self._acks) == len(self._workers), f"weights version {publication.version}"
-            )
+                self._pause_workers()
+            acks = self.fleet.publish(publication, self._turn)
             self._open = True
-            return [self._acks[i] for i in sorted(self._acks)]
-
-    def _rest_for_weights(self) -> None:
-        self._open = False
-        for worker in self._workers:
-            if worker.ready:
-                self._call(worker, "pause", "its pause", self.config.call_timeout_s, self._reported(worker))
-        self._until(lambda: not any(self.controller.holds), "the workers' pause")
+            return acks
 
     def sleep(self, level: int = 1) -> None:
         """Free the engines' memory; nothing may run. After level 2 the next `publish` brings the weights
@@ -248,52 +207,35 @@ class RolloutPool:
         with self._locked():
             if any(self.controller.holds):
                 raise RunError("rollout: workers cannot sleep within a step")
-            self._asleep = True  # one that dies now is replaced at the wake-up: its memory is somebody else's
-            self._everywhere("sleep", level)
-            for worker in self._workers:
-                worker.asleep = worker.ready
+            self.fleet.sleep(level)
 
     def wake(self) -> None:
         with self._locked():
-            self._asleep = False
-            for worker in self._workers:
-                if worker.ready and worker.asleep:
-                    self._call(worker, "wake", "its wake-up", self.config.start_timeout_s, lambda _: None)
-                worker.asleep = False
-            self._until(lambda: not any(w.calls for w in self._workers), "the workers' wake-up")
+            self.fleet.wake()
 
     def score(self, sequences: list[list[int]], starts: list[int]) -> list[list[float]]:
         """Log-probs of ``sequence[start:]`` under the workers' weights, spread over them; one that dies is
         asked again."""
+        members, what = self.fleet.members, "its scores"
         parts: dict[int, list[list[float]]] = {}
-        rows = [list(range(i, len(sequences), len(self._workers))) for i in range(len(self._workers))]
+        rows = [list(range(m.index, len(sequences), len(members))) for m in members]
+
+        def all_there() -> bool:
+            for member, mine in zip(members, rows, strict=True):
+                asked = any(c.what == what for c in member.calls)
+                if member.index not in parts and member.ready and not asked:
+                    arguments = ([sequences[i] for i in mine], [starts[i] for i in mine])
+                    then = functools.partial(parts.__setitem__, member.index)
+                    self.fleet.call(member, "score", what, self.config.start_timeout_s, then, *arguments)
+            return len(parts) == len(members)
+
         with self._locked():
-
-            def all_there() -> bool:
-                for worker, mine in zip(self._workers, rows, strict=True):
-                    if worker.index not in parts and worker.ready and not worker.calls:
-                        arguments = ([sequences[i] for i in mine], [starts[i] for i in mine])
-                        into = parts.__setitem__
-                        then = functools.partial(into, worker.index)
-                        self._call(
-                            worker, "score", "its scores", self.config.start_timeout_s, then, *arguments
-                        )
-                return len(parts) == len(self._workers)
-
-            self._until(all_there, "the workers' scores")
+            self.fleet.until(all_there, "the workers' scores")
         out: list[list[float]] = [[] for _ in sequences]
         for index, mine in enumerate(rows):
             for i, row in zip(mine, parts[index], strict=True):
                 out[i] = row
         return out
-
-    def _everywhere(self, method: str, *arguments: Any) -> None:
-        for worker in self._workers:
-            if worker.ready:
-                self._call(
-                    worker, method, f"its {method}", self.config.start_timeout_s, lambda _: None, *arguments
-                )
-        self._until(lambda: not any(w.calls for w in self._workers if w.ready), f"every worker's {method}")
 
     # -- checkpoint, metrics, end --------------------------------------------------------------------------
 
@@ -316,8 +258,8 @@ class RolloutPool:
     def metrics(self) -> dict[str, float]:
         """Counts since the start."""
         out = {f"rollout/{name}": float(value) for name, value in self.controller.counts.items()}
-        reports = [w.last for w in self._workers if w.last is not None]
-        out["rollout/busy_s"] = sum(w.busy_s for w in self._workers)
+        reports = [m.last for m in self.fleet.members if m.last is not None]
+        out["rollout/busy_s"] = sum(m.busy_s for m in self.fleet.members)
         out["rollout/prefilled_tokens"] = float(sum(r.stats.prefilled_tokens for r in reports))
         out["rollout/abandoned_tools"] = float(sum(r.abandoned_tools for r in reports))
         return out
@@ -325,11 +267,7 @@ class RolloutPool:
     def close(self) -> None:
         if self._pump is not None:
             self._pump.stop()
-        for worker in self._workers:
-            if worker.ready and not worker.calls:
-                ticket = self._transport.call(worker.index, "close")
-                self._transport.wait([ticket], min(5.0, self.config.call_timeout_s))
-        self._transport.close()
+        self.fleet.close()
 
     # -- the loop ------------------------------------------------------------------------------------------
 
@@ -339,223 +277,67 @@ class RolloutPool:
         return self._lock
 
     def _turn(self, wait_s: float) -> None:
-        """Give work, wait for an answer, take it in, look at deadlines."""
-        for worker in self._workers:
-            if worker.dead and not self._asleep:
-                self._start(worker)
+        self.fleet.revive()
         if self._open:
             self._give_work()
-        first = [(w, w.calls[0]) for w in self._workers if w.calls]
-        ready = set(self._transport.wait([c.ticket for _, c in first], self._wait_s(first, wait_s)))
-        for worker, call in first:
-            if call.ticket in ready:
-                self._take(worker, call)
-        now = self._clock()
-        for worker in self._workers:
-            if worker.calls and now > worker.calls[0].deadline_s:
-                self._fault(worker, f"{worker.calls[0].what} did not come in time", stacks=True)
-        if now - self._last_news_s > self.config.stall_timeout_s:
-            raise RunError(
-                f"rollout: nothing happened for {now - self._last_news_s:.0f} s; {self._waiting_for()}"
-            )
-
-    def _wait_s(self, first: list[tuple[_Worker, _Call]], wait_s: float) -> float:
-        now = self._clock()
-        return max(0.0, min([wait_s, *(c.deadline_s - now for _, c in first)]))
-
-    def _take(self, worker: _Worker, call: _Call) -> None:
-        try:
-            value = self._transport.result(call.ticket)
-        except RunError:
-            raise
-        except WorkerDied as error:
-            self._fault(worker, f"it died during {call.what}: {error}")
-        except Exception as error:  # the border of the worker: its failure is the worker's end, not the run's
-            self._fault(worker, f"{call.what} failed: {type(error).__name__}: {error}")
-        else:
-            worker.calls.popleft()
-            for later in worker.calls:  # calls are done one after another
-                later.deadline_s = max(later.deadline_s, self._clock() + self.config.call_timeout_s)
-            call.then(value)
+        self.fleet.turn(wait_s)
 
     def _give_work(self) -> None:
         """Own work first for everybody, then others'; workers with least get first."""
-        ready = sorted((w for w in self._workers if w.ready and not w.asleep), key=self._held)
-        work: dict[int, list[Any]] = {w.index: [] for w in ready if w.advances < CALLS_UNDER_WAY}
+        ready = sorted((m for m in self.fleet.members if m.ready and not m.asleep), key=self._held)
+        work: dict[int, list[Any]] = {m.index: [] for m in ready if m.advances < CALLS_UNDER_WAY}
         for steal in (False, True):
-            for worker in ready:
-                if worker.index in work:
-                    self._fill(worker, work[worker.index], steal)
+            for member in ready:
+                if member.index in work:
+                    self._fill(member, work[member.index], steal)
         if self.config.work_stealing and not len(self.controller.queue):
             self._steal(ready)
-        for worker in ready:
-            if worker.index in work and (self._held(worker) or self._orders_wait(worker)):
-                self._advance(worker, work[worker.index])
+        for member in ready:
+            if member.index in work and (self._held(member) or self._orders_wait(member)):
+                self._advance(member, work[member.index])
 
-    def _fill(self, worker: _Worker, work: list[Any], steal: bool) -> None:
-        room = self.config.in_flight_per_worker() - self._held(worker)
-        for _ in range(room):
-            item = self.controller.next_work(worker.index, steal)
+    def _fill(self, member: Member, work: list[Any], steal: bool) -> None:
+        for _ in range(self.config.in_flight_per_worker() - self._held(member)):
+            item = self.controller.next_work(member.index, steal)
             if item is None:
                 return
             work.append(item)
 
-    def _steal(self, ready: list[_Worker]) -> None:
+    def _steal(self, ready: list[Member]) -> None:
         for thief in ready:
-            if self._held(thief) == 0 and not any(w.release for w in self._workers):
+            if self._held(thief) == 0 and not any(m.release for m in self.fleet.members):
                 stolen = self.controller.steal(thief.index)
                 if stolen is not None:
-                    self._workers[stolen[0]].release += stolen[1]
+                    self.fleet.members[stolen[0]].release += stolen[1]
 
-    def _advance(self, worker: _Worker, work: list[Any]) -> None:
-        told = self.controller.take_orders(worker.index)
-        orders = Orders(told.forget, told.discard, worker.release, work)
-        worker.release = []
-        worker.advances += 1
+    def _advance(self, member: Member, work: list[Any]) -> None:
+        told = self.controller.take_orders(member.index)
+        orders = Orders(told.forget, told.discard, member.release, work)
+        member.release = []
+        member.advances += 1
 
         def then(report: Report) -> None:
-            worker.advances -= 1
-            self._reported(worker)(report)
+            member.advances -= 1
+            self._reported(member, report)
 
-        self._call(
-            worker, "advance", "its report", self.config.call_timeout_s, then, orders, self.config.slice_s
-        )
+        limit_s = self.config.call_timeout_s
+        self.fleet.call(member, "advance", "its report", limit_s, then, orders, self.config.slice_s)
 
-    def _reported(self, worker: _Worker) -> Callable[[Report], None]:
-        def then(report: Report) -> None:
-            worker.last = report
-            worker.busy_s += report.busy_s
-            finished = self.controller.counts["finished"]
-            if report.events:
-                self._last_news_s = self._clock()
-            self.controller.receive(worker.index, report.events)
-            if self.controller.counts["finished"] > finished:
-                self._faults_in_row = 0
+    def _reported(self, member: Member, report: Report) -> None:
+        member.last = report
+        member.busy_s += report.busy_s
+        finished = self.controller.counts["finished"]
+        self.controller.receive(member.index, report.events)
+        if report.events:
+            self.fleet.news(progress=self.controller.counts["finished"] > finished)
 
-        return then
+    def _held(self, member: Member) -> int:
+        return len(self.controller.holds[member.index])
 
-    def _held(self, worker: _Worker) -> int:
-        return len(self.controller.holds[worker.index])
+    def _orders_wait(self, member: Member) -> bool:
+        orders = self.controller.orders[member.index]
+        return bool(orders.forget or orders.discard or member.release)
 
-    def _orders_wait(self, worker: _Worker) -> bool:
-        orders = self.controller.orders[worker.index]
-        return bool(orders.forget or orders.discard or worker.release)
-
-    # -- workers' lives ------------------------------------------------------------------------------------
-
-    def _start(self, worker: _Worker) -> None:
-        worker.dead = worker.ready = worker.asleep = False
-        self._transport.start(worker.index)
-        self._call(
-            worker,
-            "hello",
-            "its start",
-            self.config.start_timeout_s,
-            lambda hello: self._started(worker, hello),
-        )
-
-    def _started(self, worker: _Worker, hello: Hello) -> None:
-        if self._hello is None:
-            self._hello = hello
-        self._hello.handshake.require(hello.handshake, hello.name)
-        self._last_news_s = self._clock()
-        if self._publication is not None:
-            self._load(worker)
-        elif hello.version != self.version:
-            raise RunError(f"{hello.name} starts with weights version {hello.version}, not {self.version}")
-        else:
-            worker.ready = True
-
-    def _load(self, worker: _Worker) -> None:
-        publication = self._publication
-        worker.ready = False
-
-        def then(ack: Ack) -> None:
-            if (ack.version, ack.checksum) != (publication.version, publication.checksum):
-                raise RunError(
-                    f"{ack.receiver} holds weights version {ack.version} after "
-                    f"{publication.version} was loaded"
-                )
-            self._last_news_s = self._clock()
-            if publication is self._publication:
-                self._acks[worker.index] = ack
-                worker.ready = True
-
-        what = f"weights version {publication.version}"
-        self._call(worker, "load_weights", what, self.config.start_timeout_s, then, publication)
-
-    def _call(
-        self,
-        worker: _Worker,
-        method: str,
-        what: str,
-        timeout_s: float,
-        then: Callable[[Any], None],
-        *arguments: Any,
-    ) -> None:
-        try:
-            ticket = self._transport.call(worker.index, method, *arguments)
-        except Exception as error:  # a dead actor can refuse a call at once
-            self._fault(worker, f"{what} could not be asked for: {type(error).__name__}: {error}")
-            return
-        ahead = sum(self.config.call_timeout_s for _ in worker.calls)
-        worker.calls.append(_Call(ticket, what, self._clock() + timeout_s + ahead, then))
-
-    def _fault(self, worker: _Worker, why: str, stacks: bool = False) -> None:
-        """Kill and replace it; what it had goes on from here."""
-        if stacks and (text := self._transport.stacks(worker.index)):
-            log.warning("rollout worker %d does not answer; it was here:\n%s", worker.index, text)
-        log.warning("rollout worker %d is replaced: %s", worker.index, why)
-        self._transport.kill(worker.index)
-        worker.calls.clear()
-        worker.release, worker.advances = [], 0
-        worker.ready, worker.dead = False, True
-        self._acks.pop(worker.index, None)
-        self._faults_in_row += 1
-        if self._faults_in_row > self.config.max_worker_faults:
-            raise RunError(
-                f"rollout: {self._faults_in_row} workers died and nothing finished between; last: {why}"
-            )
-        self.controller.lost(worker.index)
-
-    def _until(self, done: Callable[[], bool], what: str) -> None:
-        """Turn until it is so. Bounded: every call has its deadline, and the whole wait has one too."""
-        limit_s = self._clock() + self.config.start_timeout_s + self.config.call_timeout_s * CALLS_UNDER_WAY
-        while not done():
-            if self._clock() > limit_s:
-                raise RunError(f"rollout: {what} did not come; {self._waiting_for()}")
-            self._turn(POLL_S)
-
-    def _waiting_for(self) -> str:
-        calls = [f"{c.what} from worker {w.index}" for w in self._workers for c in w.calls]
-        held = [f"worker {w.index} has {self._held(w)} trajectories" for w in self._workers if self._held(w)]
-        queue = [f"{len(self.controller.queue)} wait"] if len(self.controller.queue) else []
-        return "waiting for " + ("; ".join(calls + held + queue) or "nothing")
-
-
-class _Pump:
-    """Keeps the workers busy while the recipe trains, in the asynchronous modes. What goes wrong in it is
-    raised by the pool's next method."""
-
-    def __init__(self, pool: RolloutPool) -> None:
-        self._pool, self._stop, self._error = pool, threading.Event(), None
-        self._thread = threading.Thread(target=self._run, name="rollout-pump", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                with self._pool._lock:
-                    self._pool._turn(0.02)
-            except BaseException as error:
-                self._error = error
-                return
-            time.sleep(0.002)
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise RunError(f"rollout: {self._error}") from self._error
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(timeout=30.0)
+    def _holding(self) -> list[str]:
+        held = [f"worker {m.index} has {self._held(m)} trajectories" for m in self.fleet.members]
+        return [*held, f"{len(self.controller.queue)} wait"]

@@ -173,7 +173,7 @@ class RayTransport:
         except exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from error
         except (exceptions.RayActorError, exceptions.ObjectLostError, exceptions.GetTimeoutError) as error:
-            raise WorkerDied(str(error).splitlines()[0]) from error
+            raise WorkerDied(_reason(error)) from error
 
     def process_id(self, index: int) -> int | None:
         """Of a worker on this node that has started and is still a process of Ray's."""
@@ -220,3 +220,9 @@ class RayTransport:
         for index in list(self._actors):
             self.kill(index)
         self._folder.cleanup()
+
+
+def _reason(error: Exception) -> str:
+    """One line. A worker that fails while it is built is told with its traceback, whose last line says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1] if "creation task" in lines[0] else lines[0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +59,7 @@ def trained(settings, share: float, seed: int, steps: int = 8, methods=(), **eng
         pool.controller.check()
     done = {int(i.split(".")[0]) for i in found}
     assert done | pool.controller.scheduler.open_draws() == set(range(pool.next_draw)), "a draw was lost"
-    return found, pool._transport.deaths
+    return found, pool.fleet.transport.deaths
 
 
 @pytest.mark.parametrize("lambda_", [0.5, 1.0])
@@ -104,7 +106,7 @@ def test_deaths_within_each_kind_of_call_change_no_token(method):
             assert [a.version for a in acks] == [step + 1] * 3
             assert pool.score([[5, 6, 7]] * 4, [1] * 4) == [[-6.0, -0.0]] * 4
         rows.append(found)
-        assert (pool._transport.deaths > 0) is (share > 0)
+        assert (pool.fleet.transport.deaths > 0) is (share > 0)
     common = set(rows[0]) & set(rows[1])
     assert len(common) > 20
     assert all(rows[0][i] == rows[1][i] for i in common)
@@ -173,8 +175,8 @@ class SigkillPool(RolloutPool):
     def _turn(self, wait_s: float) -> None:
         if self.rng is not None and self.kills < self.limit and self.rng.random() < 0.25:
             index = self.rng.randrange(self.config.workers)
-            process_id = self._transport.process_id(index)
-            if process_id is not None and self._workers[index].ready:
+            process_id = self.fleet.transport.process_id(index)
+            if process_id is not None and self.fleet.members[index].ready:
                 os.kill(process_id, self.signal)
                 self.kills += 1
         super()._turn(min(wait_s, 0.05))
@@ -185,11 +187,10 @@ def ray_settings(**fields: Any):
 
 
 def ray_run(settings, steps: int, rng: random.Random | None = None, limit: int = 0):
-    import functools
-
-    pool = SigkillPool(
-        settings, functools.partial(slow_worker, settings), run_seed=7, actor_options={"num_cpus": 0.5}
-    )
+    # A worker's process unpickles the factory by name: it must find this file and its helpers.
+    here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}}
+    options = {"num_cpus": 0.5, "runtime_env": here}
+    pool = SigkillPool(settings, functools.partial(slow_worker, settings), run_seed=7, actor_options=options)
     draws, found = Draws(), {}
     try:
         pool.rng, pool.limit = rng, limit
