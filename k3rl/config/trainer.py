@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from k3rl.algorithms.config import ObjectiveChoice
 from k3rl.algorithms.k25 import K25Config
 from k3rl.config.base import Config
+from k3rl.optim.config import BalancingChoice, FrozenBalancing, MuonConfig
 
 
 class AdamWConfig(Config):
@@ -28,12 +29,14 @@ class AdamWConfig(Config):
 class ScheduleConfig(Config):
     """Learning rate by optimiser step: linear warm-up, then a shape down to `final_fraction`."""
 
-    shape: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up."""
+    shape: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """After warm-up. `wsd` (warm-up, stable, decay) stays at the full rate for `stable_steps`, then falls linearly."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimiser steps until the full rate; the first step already has 1 / warmup_steps of it."""
     decay_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimiser steps from warm-up's end to `final_fraction`; needed by `linear` and `cosine`."""
+    """Optimiser steps of the way down to `final_fraction`; needed by all shapes but `constant`."""
+    stable_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimiser steps at the full rate between warm-up and the way down; `wsd` only."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """What is left of the rate at the end, as a fraction."""
 
@@ -43,6 +46,8 @@ class ScheduleConfig(Config):
             raise ValueError(f"schedule '{self.shape}' needs decay_steps")
         if self.shape == "constant" and self.decay_steps:
             raise ValueError("decay_steps has no effect with a constant schedule")
+        if self.stable_steps and self.shape != "wsd":
+            raise ValueError(f"stable_steps has no effect with schedule '{self.shape}'")
         return self
 
 
@@ -85,7 +90,7 @@ class CheckpointConfig(Config):
     """Write in the background from a copy in host memory; the run goes on meanwhile."""
 
 
-OptimizerChoice = Annotated[AdamWConfig, Field()]
+OptimizerChoice = Annotated[AdamWConfig | MuonConfig, Field(discriminator="type")]
 
 
 class TrainerConfig(Config):
@@ -95,6 +100,8 @@ class TrainerConfig(Config):
     """What is minimised in RL (`k3rl.algorithms`)."""
     optimizer: OptimizerChoice = AdamWConfig()
     """How gradients become steps."""
+    balancing: BalancingChoice = FrozenBalancing()
+    """What moves the biases of the experts' routers; they stay frozen unless asked otherwise."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning rate by optimiser step."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
@@ -123,3 +130,11 @@ class TrainerConfig(Config):
     """Only algorithms whose results are the same bits every time, at some cost in speed."""
     logprob_chunk_mb: Annotated[int, Field(ge=0)] = 0
     """Bound of one chunk of float32 logits, in MiB; 0: a default by device."""
+
+    @field_validator("optimizer", "balancing", mode="before")
+    @classmethod
+    def _default_type(cls, value: Any, info: ValidationInfo) -> Any:
+        """`optimizer: {lr: 1e-4}` changes a field of the default."""
+        if isinstance(value, dict) and "type" not in value:
+            return {"type": "adamw" if info.field_name == "optimizer" else "frozen", **value}
+        return value

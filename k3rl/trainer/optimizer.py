@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from k3rl.config.trainer import AdamWConfig, ScheduleConfig
+from k3rl.config.trainer import AdamWConfig, MuonConfig, ScheduleConfig
+from k3rl.optim import Muon, QKClip, muon_groups, plan_blocks
 
 
 def rate(config: ScheduleConfig, step: int) -> float:
@@ -18,8 +19,8 @@ def rate(config: ScheduleConfig, step: int) -> float:
         return (step + 1) / config.warmup_steps
     if config.shape == "constant":
         return 1.0
-    done = min(1.0, (step - config.warmup_steps) / config.decay_steps)
-    left = 1.0 - done if config.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    done = min(1.0, max(0.0, (step - config.warmup_steps - config.stable_steps) / config.decay_steps))
+    left = 0.5 * (1.0 + math.cos(math.pi * done)) if config.shape == "cosine" else 1.0 - done
     return config.final_fraction + (1.0 - config.final_fraction) * left
 
 
@@ -64,8 +65,21 @@ class Masters:
             copy.copy_(self.parameters[name])
 
 
-def build_optimizer(config: AdamWConfig, targets: dict[str, Tensor]) -> torch.optim.Optimizer:
-    """Matrices decay, vectors don't. Fused kernels on the CPU and on CUDA."""
+def build_optimizer(
+    config: AdamWConfig | MuonConfig, targets: dict[str, Tensor], module: nn.Module
+) -> torch.optim.Optimizer:
+    """Matrices decay, vectors don't. Fused kernels on the CPU and on CUDA.
+
+    ``targets`` are ``module``'s parameters, or their masters, under the same names. With Muon and a bound on
+    attention logits, QK-Clip follows every step.
+    """
+    if isinstance(config, MuonConfig):
+        groups = muon_groups(config, targets, plan_blocks(module, config.per_head))
+        muon = Muon(groups, config.lr, config.momentum, config.nesterov, config.iterations)
+        if config.qk_clip:
+            clip = QKClip(module, targets, config.qk_clip)
+            muon.register_step_post_hook(lambda *_: clip())
+        return muon
     matrices = [p for p in targets.values() if p.ndim >= 2]
     vectors = [p for p in targets.values() if p.ndim < 2]
     groups = [

@@ -22,6 +22,7 @@ from k3rl.algorithms import Algorithm, LossOutput, Sum, TokenBatch
 from k3rl.config.trainer import TrainerConfig
 from k3rl.errors import RunError, UserError
 from k3rl.models import LanguageModel, ModelConfig, load_model
+from k3rl.optim import RouterBalancing
 from k3rl.trainer import checkpoint, memory, offload, packing
 from k3rl.trainer.diagnostics import Columns, diagnose, sft_metrics
 from k3rl.trainer.distributed import World
@@ -101,7 +102,8 @@ class TrainerWorker:
             raise UserError("the model has no parameter that trains")
         self.masters = Masters(self.parameters, config.master_weights)
         log.info(str(memory.plan(self.model, config, self.device, self.world.size)))
-        self.optimizer = build_optimizer(config.optimizer, self.masters.targets)
+        self.optimizer = build_optimizer(config.optimizer, self.masters.targets, self.policy)
+        self.balancing = RouterBalancing(self.model, config.balancing)
         self.algorithm = Algorithm(config.objective)
         self.experts = ExpertWatch(self.model)
         if isinstance(transport, str):
@@ -312,7 +314,9 @@ class TrainerWorker:
         counted = torch.zeros((), dtype=torch.float64)
         self.optimizer.zero_grad(set_to_none=True)
         self.experts.reset()
+        self.balancing.reset()
         for micro in self._passes(examples):
+            self.balancing.counting(micro.examples[0] is not _IDLE)
             logprobs_P, entropy_P = self._forward(micro, entropy_gradient)
             if micro.examples[0] is _IDLE:
                 (logprobs_P.sum() * 0.0).backward()
@@ -351,6 +355,7 @@ class TrainerWorker:
             raise RunError(f"the gradient isn't finite at version {self.version}: {where}")
         output.learning_rate = set_rate(self.optimizer, rate(self.config.schedule, self.version))
         self.optimizer.step()
+        self.balancing.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.masters.publish()
         self.version += 1

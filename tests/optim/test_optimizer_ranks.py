@@ -20,6 +20,7 @@ from k3rl.models import ModelConfig, build_model
 from k3rl.optim import Muon, MuonConfig, QKClip, QuantileBalancing, RouterBalancing, muon_groups, plan_blocks
 from k3rl.optim.balancing import RouterBalance
 
+CUTS = {1: [], 2: [700], 3: [200, 650], 4: [200, 600, 650]}
 STEPS, THRESHOLD = 3, 0.02  # a bound that freshly initialised heads exceed
 
 
@@ -63,9 +64,7 @@ def balance(ranks: int, rank: int) -> dict[str, Tensor]:
         whole = RouterBalancing(nn.Module(), config)
         whole.routers["0"] = RouterBalance(bias, 4, config)
         for _ in range(3):
-            share = (
-                scores.tensor_split([200, 600, 650] if ranks == 4 else [700])[rank] if ranks > 1 else scores
-            )
+            share = scores.tensor_split(CUTS[ranks])[rank]
             for part in share.tensor_split(3):
                 whole.routers["0"].observe(part, (part + bias).topk(4, -1).indices)
             whole.step()
@@ -96,7 +95,7 @@ dist.destroy_process_group()
     assert all(c.returncode == 0 for c in children), "\n".join(e[-3000:] for e in errors)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_sharded_equals_whole(ranks: int, tmp_path: Path) -> None:
     """Two ranks split four heads evenly; with three, shards end inside heads; four is one head each."""
     assert not dist.is_initialized()
