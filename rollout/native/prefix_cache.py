@@ -97,13 +97,19 @@ class PrefixCache:
         if node.states is None and node.parent is not None:
             node.states = self._states(cache, slot)
             self.nbytes += _nbytes(node.states)
-        ancestor = node.parent
-        while (
-            ancestor is not None
-        ):  # superseded on this path, unless a turn ended or another path branches there
-            if ancestor.states is not None and not ancestor.turn_end and len(ancestor.children) < 2:
-                self.nbytes -= _nbytes(ancestor.states)
-                ancestor.states = None
+        self._supersede(node)
+
+    def _supersede(self, node: _Node) -> None:
+        """Drop the states above a new one that nobody needs now: all but those where a turn ended, and the last
+        one at or above each branch, where the other path goes on from."""
+        branched, ancestor = False, node.parent
+        while ancestor is not None:
+            branched = branched or len(ancestor.children) > 1
+            if ancestor.states is not None:
+                if not (branched or ancestor.turn_end):
+                    self.nbytes -= _nbytes(ancestor.states)
+                    ancestor.states = None
+                branched = False
             ancestor = ancestor.parent
 
     @staticmethod
