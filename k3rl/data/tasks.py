@@ -1,157 +1,125 @@
-"""Running sums: a task for very small models in which thinking longer helps, and demonstrations of it.
+"""The keyboard walk: a task for very small models in which thinking pays, and demonstrations of it.
 
-``3+5-2+7=`` is answered by the last digit of the result: ``3``. Read left to right, digit by digit, each
-step is one of 200 facts; in one go, a chain of eight terms is one of 10^8 x 2^7. So a model that writes
-running totals is right far more often than one that guesses. Everything is a function of (seed, index).
+The question ``EP>3`` asks where two fingers are that start at E and P and take three steps along the keyboard, each
+key to its right-hand neighbour, the last one of all to the first: ``YD``. One step is one of 26 facts; three in one
+go, for two fingers, is one of 676 x 5 answers. So a model that walks in its thoughts is right where one that guesses
+is not, and how finely it walks is what effort means:
 
-    problems = running_sum(seed=0, size=2000)                      # for reinforcement learning
-    conversations = running_sum_demonstrations(seed=1, size=4000)  # for the cold start
+    low   EP>3   2:RA0:YD               two steps at a time, an odd one first; steps that are left before each pair
+    high  EP>3   2:RA1:TS0:YD           step by step
+    max   EP>3   2:ER1:RT0:TY;2:PA1:AS0:SD   one finger after the other, from and to
+
+Everything is a function of its arguments. A tenth of all problems is held out, by a hash of the question.
+
+    problems = keyboard_walk(part="train")                      # for reinforcement learning
+    conversations = keyboard_walk_demonstrations(size=9600)     # for the cold start
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import overload
+from itertools import product
+from typing import Literal
 
 from k3rl.data.conversations import Conversation
 from k3rl.errors import UserError
 from k3rl.types import Effort, Message, Problem
 
-THINKING_EFFORTS = (Effort.LOW, Effort.HIGH, Effort.MAX)
+KEYS = "QWERTYUIOPASDFGHJKLZXCVBNM"
+EFFORTS = (Effort.LOW, Effort.HIGH, Effort.MAX)
+Part = Literal["train", "held_out"]
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Digits and the signs between them."""
-
-    digits: tuple[int, ...]
-    signs: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        rest = "".join(s + str(d) for s, d in zip(self.signs, self.digits[1:], strict=True))
-        return f"{self.digits[0]}{rest}="
-
-    @property
-    def totals(self) -> list[int]:
-        """Running totals modulo 10, the first after two terms."""
-        total, totals = self.digits[0], []
-        for sign, digit in zip(self.signs, self.digits[1:], strict=True):
-            total = (total + digit if sign == "+" else total - digit) % 10
-            totals.append(total)
-        return totals
+def step(keys: str, count: int = 1) -> str:
+    """Every finger ``count`` keys further."""
+    return "".join(KEYS[(KEYS.index(key) + count) % len(KEYS)] for key in keys)
 
 
-def _random(kind: str, seed: int, index: int) -> random.Random:
-    digest = hashlib.blake2b(f"{kind}\x1f{seed}\x1f{index}".encode(), digest_size=8).digest()
-    return random.Random(int.from_bytes(digest, "little"))
-
-
-def make_chain(rng: random.Random, min_terms: int, max_terms: int) -> Chain:
-    terms = rng.randint(min_terms, max_terms)
-    digits = tuple(rng.randrange(10) for _ in range(terms))
-    return Chain(digits, tuple(rng.choice("+-") for _ in range(terms - 1)))
-
-
-def thoughts(chain: Chain, effort: Effort | None) -> str:
-    """What the think channel should hold: one digit a total.
-
-    low: every second total, counted back from the last (which it always has). high: every total.
-    max: every total, ``=``, and every total again as a check.
-    """
-    every = "".join(map(str, chain.totals))
-    if effort is Effort.LOW:
-        return every[::-1][::2][::-1]
+def thoughts(start: str, steps: int, effort: Effort | None) -> str:
+    """What the think channel should hold (see the module's docstring); without an effort, as at high."""
     if effort is Effort.MAX:
-        return f"{every}={every}"
-    return every
+        return ";".join(_fine(finger, steps) for finger in start)
+    left = range(steps - 1, -1, -1) if effort is not Effort.LOW else range((steps - 1) // 2 * 2, -1, -2)
+    return "".join(f"{n}:{step(start, steps - n)}" for n in left)
 
 
-class RunningSums(Sequence[Problem]):
-    """Problems made when asked for."""
+def _fine(key: str, steps: int) -> str:
+    return "".join(f"{n}:{step(key, steps - n - 1)}{step(key, steps - n)}" for n in range(steps - 1, -1, -1))
 
-    def __init__(self, seed: int, size: int, min_terms: int, max_terms: int, reward: str) -> None:
-        self.seed, self.size, self.reward = seed, size, reward
-        self.min_terms, self.max_terms = min_terms, max_terms
 
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Problem]: ...
-    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.size))]
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        chain = make_chain(_random("problem", self.seed, index), self.min_terms, self.max_terms)
-        return Problem(
-            id=f"running-sum-{self.seed}-{index}",
-            domain="general",
-            messages=[{"role": "user", "content": chain.text}],
-            reward={"name": self.reward, "answer": str(chain.totals[-1])},
-            metadata={"terms": len(chain.digits)},
+def keyboard_walk(
+    part: Part = "train", min_steps: int = 2, max_steps: int = 6, domain: str = "general"
+) -> list[Problem]:
+    """Every problem of a part, in a fixed shuffled order. ``budget_tokens`` (b0) is the length of the thoughts at high
+    effort; one character is one token of the nano tokenizer."""
+    return [
+        Problem(
+            id=f"keyboard-walk-{start}-{steps}",
+            domain=domain,
+            messages=[{"role": "user", "content": _question(start, steps)}],
+            reward={"name": "exact", "answer": step(start, steps)},
+            budget_tokens=len(thoughts(start, steps, Effort.HIGH)),
+            metadata={"steps": steps},
         )
+        for start, steps in _questions(part, min_steps, max_steps)
+    ]
 
 
-def running_sum(
-    seed: int = 0, size: int = 2000, min_terms: int = 2, max_terms: int = 8, reward: str = "exact"
-) -> RunningSums:
-    """Problems: chains of ``min_terms`` to ``max_terms`` one-digit numbers, to be computed modulo 10."""
-    _check_terms(min_terms, max_terms)
-    return RunningSums(seed, size, min_terms, max_terms, reward)
-
-
-def running_sum_demonstrations(
+def keyboard_walk_demonstrations(
+    size: int = 9600,
     seed: int = 1,
-    size: int = 4000,
-    min_terms: int = 2,
-    max_terms: int = 8,
+    min_steps: int = 2,
+    max_steps: int = 6,
     skipped: float = 0.3,
     cut: float = 0.2,
 ) -> list[Conversation]:
-    """Demonstrations for the cold start, a third each at low, high and max effort.
+    """Demonstrations over the train part, a third each at low, high and max effort.
 
-    A share of ``skipped`` has no thoughts and a share of ``cut`` ends them early; the answer is then a guess
-    (any digit), so that the cold start knows how to think but not that it pays: that is left to
-    reinforcement learning.
+    A share of ``skipped`` has no thoughts and a share of ``cut`` ends them early; the answer is then a guess, so that
+    the cold start knows how to think but not that it pays: that is left to reinforcement learning.
     """
-    _check_terms(min_terms, max_terms)
     if not (skipped >= 0 and cut >= 0 and skipped + cut <= 1):
         raise UserError(
             f"the shares skipped={skipped} and cut={cut} must be at least 0 and at most 1 together"
         )
-    return list(_demonstrations(seed, size, min_terms, max_terms, skipped, cut))
+    questions = _questions("train", min_steps, max_steps)
+    rng = random.Random(f"keyboard walk {seed}")
+    return [_demonstration(rng, *rng.choice(questions), index, skipped, cut) for index in range(size)]
 
 
-def _demonstrations(
-    seed: int, size: int, min_terms: int, max_terms: int, skipped: float, cut: float
-) -> Iterator[Conversation]:
-    for index in range(size):
-        rng = _random("demonstration", seed, index)
-        chain = make_chain(rng, min_terms, max_terms)
-        effort = THINKING_EFFORTS[index % len(THINKING_EFFORTS)]
-        thought, answer = thoughts(chain, effort), str(chain.totals[-1])
-        fate = rng.random()
-        if fate < skipped:
-            thought, answer = "", str(rng.randrange(10))
-        elif fate < skipped + cut:
-            thought, answer = thought[: rng.randrange(len(thought))], str(rng.randrange(10))
-        reply: Message = {"role": "assistant", "content": answer}
-        if thought:
-            reply["reasoning_content"] = thought
-        yield Conversation(
-            id=f"running-sum-demonstration-{seed}-{index}",
-            messages=[{"role": "user", "content": chain.text}, reply],
-            effort=effort,
+def _demonstration(
+    rng: random.Random, start: str, steps: int, index: int, skipped: float, cut: float
+) -> Conversation:
+    effort = EFFORTS[index % len(EFFORTS)]
+    thought, answer = thoughts(start, steps, effort), step(start, steps)
+    fate = rng.random()
+    if fate < skipped + cut:
+        thought = "" if fate < skipped else thought[: rng.randrange(len(thought))]
+        answer = "".join(rng.choices(KEYS, k=len(start)))
+    reply: Message = {"role": "assistant", "content": answer}
+    if thought:
+        reply["reasoning_content"] = thought
+    return Conversation(
+        id=f"keyboard-walk-demonstration-{index}",
+        messages=[{"role": "user", "content": _question(start, steps)}, reply],
+        effort=effort,
+    )
+
+
+def _question(start: str, steps: int) -> str:
+    return f"{start}>{steps}"
+
+
+def _questions(part: Part, min_steps: int, max_steps: int) -> list[tuple[str, int]]:
+    """Start and number of steps, ordered by a hash of the question, of which the first tenth is held out."""
+    if part not in ("train", "held_out"):
+        raise UserError(f"a keyboard walk's part is 'train' or 'held_out', not '{part}'")
+    if not 1 <= min_steps <= max_steps <= 9:
+        raise UserError(
+            f"keyboard walks need 1 <= min_steps <= max_steps <= 9, not {min_steps} and {max_steps}"
         )
-
-
-def _check_terms(min_terms: int, max_terms: int) -> None:
-    if not 2 <= min_terms <= max_terms:
-        raise UserError(f"running sums need 2 <= min_terms <= max_terms, not {min_terms} and {max_terms}")
+    everything = [(a + b, n) for a, b, n in product(KEYS, KEYS, range(min_steps, max_steps + 1))]
+    everything.sort(key=lambda q: hashlib.blake2b(_question(*q).encode()).digest())
+    border = len(everything) // 10
+    return everything[:border] if part == "held_out" else everything[border:]

@@ -154,12 +154,12 @@ def test_other_bad_inputs(tmp_path):
         load(type="reasoning_gym", tasks="chain_sun")
     with pytest.raises(UserError, match="refuses its config"):
         load(type="reasoning_gym", tasks={"name": "chain_sum", "config": {"min_term": 1}})
-    with pytest.raises(UserError, match="did you mean 'running_sum'"):
-        load(type="callable", function="k3rl.data.tasks:runing_sum")
+    with pytest.raises(UserError, match="did you mean 'keyboard_walk'"):
+        load(type="callable", function="k3rl.data.tasks:keybord_walk")
     with pytest.raises(UserError, match="no module 'k3rl.data.nothing'"):
         load(type="callable", function="k3rl.data.nothing:f")
     with pytest.raises(ValidationError, match="shares"):
-        load(type="callable", function="k3rl.data.tasks:running_sum", efforts={"low": -1})
+        load(type="callable", function="k3rl.data.tasks:keyboard_walk", efforts={"low": -1})
 
 
 def test_a_function_in_a_plain_file_gives_problems(tmp_path):
@@ -198,12 +198,9 @@ def test_reasoning_gym_problems_are_the_generators_own(tmp_path):
     assert len({p.id for p in source}) == 10
 
 
-def test_train_and_held_out_partition_and_equal_content_stays_together():
-    config = {
-        "type": "callable",
-        "function": "k3rl.data.tasks:running_sum",
-        "arguments": {"size": 600, "max_terms": 3},
-    }
+def test_train_and_held_out_partition_and_equal_content_stays_together(tmp_path):
+    rows = [{"id": f"p{i}", "prompt": f"what is {i % 400}?", "answer": i % 400} for i in range(600)]
+    config = {"type": "jsonl", "path": write_jsonl(tmp_path / "p.jsonl", rows), "reward": "exact"}
     for rule in ("content", "id", "last"):
         parts = {
             part: load(**config, split={"part": part, "held_out": 0.2, "rule": rule})
@@ -217,20 +214,18 @@ def test_train_and_held_out_partition_and_equal_content_stays_together():
         for part in ("train", "held_out")
     ]
     assert not texts[0] & texts[1]
-    assert len(texts[0]) < len(
-        load(**config, split={"part": "train", "held_out": 0.2})
-    )  # equal problems do occur
 
 
-def test_mix_concatenates_and_refuses_shared_ids():
-    sums = {"type": "callable", "function": "k3rl.data.tasks:running_sum", "arguments": {"size": 3}}
+def test_mix_concatenates_and_refuses_shared_ids(tmp_path):
+    rows = [{"id": f"row-{i}", "prompt": str(i), "answer": i} for i in range(3)]
+    own = {"type": "jsonl", "path": write_jsonl(tmp_path / "p.jsonl", rows), "reward": "exact"}
     gym = {"type": "reasoning_gym", "tasks": "gcd", "size": 2, "efforts": {"max": 1}}
-    source = load(type="mix", sources=[sums, gym])
-    assert [p.id for p in source] == [f"running-sum-0-{i}" for i in range(3)] + ["gcd-0-0", "gcd-0-1"]
+    source = load(type="mix", sources=[own, gym])
+    assert [p.id for p in source] == [f"row-{i}" for i in range(3)] + ["gcd-0-0", "gcd-0-1"]
     assert source.efforts(0) == {}
     assert source.efforts(4) == {Effort.MAX: 1}
     with pytest.raises(UserError, match="sources 1 and 2 of the mix both have"):
-        load(type="mix", sources=[sums, sums])
+        load(type="mix", sources=[own, own])
 
 
 def test_every_effort_expands_problems_without_their_own(tmp_path):

@@ -15,11 +15,11 @@ from k3rl.types import Effort
 ADAPTER = TypeAdapter(DataConfig)
 
 
-def sums(size=20, **more):
+def walks(size=20, **more):
     config = {
         "type": "callable",
-        "function": "k3rl.data.tasks:running_sum",
-        "arguments": {"size": size},
+        "function": "k3rl.data.tasks:keyboard_walk",
+        "limit": size,
         **more,
     }
     return load_problems(ADAPTER.validate_python(config))
@@ -42,41 +42,42 @@ def test_permutations_look_random():
 
 
 def test_each_pass_has_every_problem_once_in_another_order():
-    stream = ProblemStream(sums(20), seed=3)
+    stream = ProblemStream(walks(20), seed=3)
     passes = [[stream.next().id for _ in range(20)] for _ in range(4)]
     assert all(sorted(p) == sorted(passes[0]) for p in passes)
     assert len({tuple(p) for p in passes}) == 4
-    assert [ProblemStream(sums(20), seed=3).next().id] == passes[0][:1]
-    assert [ProblemStream(sums(20), seed=4).at(i).id for i in range(20)] != passes[0]
+    assert [ProblemStream(walks(20), seed=3).next().id] == passes[0][:1]
+    assert [ProblemStream(walks(20), seed=4).at(i).id for i in range(20)] != passes[0]
 
 
 def test_resume_at_any_draw_goes_on_exactly_there_pass_borders_included():
     seed = random.randrange(10**6)
     print("seed", seed)
-    whole = ProblemStream(sums(7, efforts={"low": 1, "max": 1}), seed)
+    whole = ProblemStream(walks(7, efforts={"low": 1, "max": 1}), seed)
     expected = [(p.id, p.effort) for p in (whole.next() for _ in range(30))]
     for cut in range(30):
-        first = ProblemStream(sums(7, efforts={"low": 1, "max": 1}), seed)
+        first = ProblemStream(walks(7, efforts={"low": 1, "max": 1}), seed)
         for _ in range(cut):
             first.next()
         state = json.loads(json.dumps(first.state_dict()))
-        second = ProblemStream(sums(7, efforts={"low": 1, "max": 1}), seed)
+        second = ProblemStream(walks(7, efforts={"low": 1, "max": 1}), seed)
         second.load_state_dict(state)
         assert [(p.id, p.effort) for p in (second.next() for _ in range(30 - cut))] == expected[cut:]
 
 
 def test_a_state_of_other_data_is_refused():
-    state = ProblemStream(sums(20), seed=3).state_dict()
+    state = ProblemStream(walks(20), seed=3).state_dict()
     with pytest.raises(UserError, match="seed 3, this run 4"):
-        ProblemStream(sums(20), seed=4).load_state_dict(state)
+        ProblemStream(walks(20), seed=4).load_state_dict(state)
     with pytest.raises(UserError, match="other problems"):
-        ProblemStream(sums(21), seed=3).load_state_dict(state)
+        ProblemStream(walks(21), seed=3).load_state_dict(state)
     other = load_problems(
         ADAPTER.validate_python(
             {
                 "type": "callable",
-                "function": "k3rl.data.tasks:running_sum",
-                "arguments": {"size": 20, "seed": 9},
+                "function": "k3rl.data.tasks:keyboard_walk",
+                "arguments": {"part": "held_out"},
+                "limit": 20,
             }
         )
     )
@@ -85,7 +86,7 @@ def test_a_state_of_other_data_is_refused():
 
 
 def test_efforts_have_their_shares_in_every_window_and_problems_vary_in_effort():
-    stream = ProblemStream(sums(10, efforts={"low": 1, "high": 1, "max": 2}), seed=0)
+    stream = ProblemStream(walks(10, efforts={"low": 1, "high": 1, "max": 2}), seed=0)
     drawn = [stream.next() for _ in range(400)]
     for start in range(0, 400, 40):
         window = Counter(p.effort for p in drawn[start : start + 40])
@@ -99,7 +100,7 @@ def test_efforts_have_their_shares_in_every_window_and_problems_vary_in_effort()
 def test_conversations_resume_too():
     config = {
         "type": "callable",
-        "function": "k3rl.data.tasks:running_sum_demonstrations",
+        "function": "k3rl.data.tasks:keyboard_walk_demonstrations",
         "arguments": {"size": 9},
     }
     source = load_conversations(ADAPTER.validate_python(config))
