@@ -124,6 +124,7 @@ class RewardFunction:
     deterministic: bool = False
     timeout_s: float | None = None
     fresh: bool = False
+    sandbox: bool = False
     origin: str = ""
     address: str = ""
 
@@ -141,6 +142,8 @@ class RewardFunction:
         An ``answer`` that the function does not ask for is left out: data sets carry answers for all
         rewards."""
         parameters = list(inspect.signature(self.function).parameters.values())[1:]
+        if self.sandbox:
+            parameters = [p for p in parameters if p.name != "sandbox"]
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return dict(arguments)
         names = [p.name for p in parameters]
@@ -166,6 +169,7 @@ def reward(
     deterministic: bool = False,
     timeout_s: float | None = None,
     fresh: bool = False,
+    sandbox: bool = False,
 ) -> Callable[[F], F]:
     """Register a reward function.
 
@@ -180,16 +184,22 @@ def reward(
         timeout_s: Wall-clock limit of a call where it differs from the config's.
         fresh: A new process for every call. For rewards that run what the model wrote: nothing it changes
             outlives its own verdict.
+        sandbox: Give the function a fresh sandbox (`sandbox_client.SyncSandbox`) as the keyword ``sandbox``, killed
+            after the call. For plain trajectory functions.
     """
 
     def register(function: F) -> F:
         key = name or getattr(function, "__name__", "")
+        if sandbox and (scope == "group" or inspect.iscoroutinefunction(function)):
+            raise UserError(
+                f"the reward '{key}' wants a sandbox: it must be a plain function of one trajectory"
+            )
         found = REGISTERED.get(key)
         origin = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
         if found is not None and found.origin != origin and not _same_source(found.function, function):
             raise UserError(f"two rewards are called '{key}': {found.origin} and {origin}")
         REGISTERED[key] = RewardFunction(
-            key, function, scope, depends, trusted, deterministic, timeout_s, fresh, origin
+            key, function, scope, depends, trusted, deterministic, timeout_s, fresh, sandbox, origin
         )
         function.__k3rl_reward__ = REGISTERED[key]  # type: ignore[attr-defined]
         return function

@@ -9,9 +9,10 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from k3rl.config.rewards import RewardSandbox
 from k3rl.errors import UserError
 from k3rl.types import Outcome
-from rewards.api import GraderError, JudgeError, RewardFunction, Scored, Verdict, as_score, as_scores
+from rewards.api import GraderError, JudgeError, RewardFunction, Score, Scored, Verdict, as_score, as_scores
 
 
 def failure(error: BaseException, seconds_s: float) -> Verdict:
@@ -42,6 +43,7 @@ def call_reward(
     items: Sequence[Scored],
     arguments: Mapping[str, Any],
     timeout_s: float | None = None,
+    sandbox: RewardSandbox | None = None,
 ) -> Iterator[list[Verdict]]:
     """Verdicts in the order of ``items``, in pieces as they come: one by one, or all at once for a group
     reward and for an async one (whose calls run concurrently, each under ``timeout_s``)."""
@@ -59,7 +61,22 @@ def call_reward(
         yield asyncio.run(_together(reward, items, arguments, timeout_s))
     else:
         for item in items:
-            yield guarded(lambda item=item: [as_score(function(item, **arguments))], 1)
+            yield guarded(lambda item=item: [_one(reward, item, arguments, timeout_s, sandbox)], 1)
+
+
+def _one(
+    reward: RewardFunction,
+    item: Scored,
+    arguments: Mapping[str, Any],
+    timeout_s: float | None,
+    config: RewardSandbox | None,
+) -> Score:
+    if not reward.sandbox:
+        return as_score(reward.function(item, **arguments))
+    from rewards.sandboxes import fresh_sandbox
+
+    with fresh_sandbox(config or RewardSandbox(), timeout_s or 600.0) as sandbox:
+        return as_score(reward.function(item, sandbox=sandbox, **arguments))
 
 
 async def _together(

@@ -97,7 +97,9 @@ class RewardWorker:
     def __init__(self, config: RewardConfig, renderer: Renderer, thinking: bool = True) -> None:
         self.config, self.renderer, self.thinking = config, renderer, thinking
         load_modules(config.modules)
-        self.pool = IsolatedPool(config.processes, config.memory_mb, config.retries, config.modules)
+        self.pool = IsolatedPool(
+            config.processes, config.memory_mb, config.retries, config.modules, config.sandbox
+        )
         self.cache: OrderedDict[bytes, Verdict] = OrderedDict()
         self.lock = threading.Lock()
         self.functions: dict[str, RewardFunction] = {}
@@ -163,7 +165,7 @@ class RewardWorker:
     ) -> list[Verdict]:
         start_s = time.perf_counter()
         limit_s = function.timeout_s or self.config.timeout_s
-        if function.trusted or is_remote(function.name):
+        if (function.trusted and not function.sandbox) or is_remote(function.name):
             verdicts = [v for some in call_reward(function, views, bound, limit_s) for v in some]
         else:
             if function.name in BUILT_IN:

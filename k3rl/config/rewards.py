@@ -89,6 +89,19 @@ class LengthReward(Config):
 BudgetConfig = Annotated[ReplaceOverBudget | Toggle | LengthReward, Field(discriminator="type")]
 
 
+class RewardSandbox(Config):
+    """The sandboxes of rewards that ask for one. They have no network."""
+
+    backend: Literal["local", "agentenv"] = "local"
+    """``local``: this machine's own isolation. ``agentenv``: the AgentENV server of the environment's variables."""
+    template: str = "base"
+    """What a sandbox is created from."""
+    memory_mb: int = Field(512, gt=0)
+    """Memory of one sandbox."""
+    cpus: float = Field(1.0, gt=0)
+    """Processors of one sandbox."""
+
+
 class RewardConfig(Config):
     """What the reward service does."""
 
@@ -109,6 +122,8 @@ class RewardConfig(Config):
     """Wall-clock limit of one call."""
     memory_mb: int = Field(2048, gt=0)
     """Memory that a reward's process may take beyond what it starts with."""
+    sandbox: RewardSandbox = RewardSandbox()
+    """Where rewards that ask for a sandbox run what the policy wrote."""
     retries: int = Field(1, ge=0)
     """How often a failed call is repeated, in a new process."""
     workers: int = Field(1, gt=0)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from k3rl.config.rewards import RewardSandbox
 from k3rl.types import Outcome
 from rewards.api import Scored, Verdict
 from rewards.calls import call_reward, failure
@@ -29,7 +30,8 @@ class Task:
     items: Sequence[Scored]
     arguments: Mapping[str, Any]
     timeout_s: float
-    modules: tuple[str, ...] = field(default=())
+    modules: tuple[str, ...] = ()
+    sandbox: RewardSandbox = field(default_factory=RewardSandbox)
 
 
 class Kept(io.TextIOBase):
@@ -72,12 +74,17 @@ def serve(sock: socket.socket) -> None:
             _reply(sock, {"ready": False, "verdict": verdict_to_json(failure(error, 0.0))})
             continue
         _reply(sock, {"ready": True})
-        for verdicts in call_reward(reward, task.items, bound, task.timeout_s):
+        for verdicts in call_reward(reward, task.items, bound, task.timeout_s, task.sandbox):
             lines = [verdict_to_json(v) for v in verdicts]
             if printed.text and any(v.outcome is not Outcome.SCORED for v in verdicts):
                 for line in lines:
                     line["explanation"] += f"\nprinted: {printed.text}"
-            _reply(sock, {"verdicts": lines, "threads": threading.active_count()})
+            _reply(sock, {"verdicts": lines, "threads": _threads()})
+
+
+def _threads() -> int:
+    """Running threads, those of the sandbox client apart: they wait for the next call."""
+    return sum(not t.name.startswith("sandbox") for t in threading.enumerate())
 
 
 def _reply(sock: socket.socket, message: dict[str, Any]) -> None:

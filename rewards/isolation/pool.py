@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from k3rl.config.rewards import RewardSandbox
 from k3rl.types import Outcome
 from rewards.api import RewardFunction, Score, Scored, Verdict
 from rewards.isolation.child import Task
@@ -201,6 +202,7 @@ class IsolatedPool:
         memory_mb: Address space that a child may take beyond what it starts with.
         retries: How often a failed call is repeated; always in another process.
         modules: Imported in every child.
+        sandbox: What sandboxes are given to rewards that ask for one.
     """
 
     def __init__(
@@ -209,9 +211,11 @@ class IsolatedPool:
         memory_mb: int = 2048,
         retries: int = 1,
         modules: Sequence[str] = (),
+        sandbox: RewardSandbox | None = None,
     ) -> None:
         self.zygote = ZygoteHandle(memory_mb)
         self.processes, self.retries, self.modules = processes, retries, tuple(modules)
+        self.sandbox = sandbox or RewardSandbox()
         self.free: list[Child] = []
         self.lock = threading.Lock()
         self.stats = PoolStats()
@@ -249,9 +253,8 @@ class IsolatedPool:
         queue: list[tuple[list[int], int]] = [(list(range(len(items))), 0)]  # indices, attempts so far
         while queue:
             indices, attempts = queue.pop(0)
-            task = Task(
-                reward.address or reward.name, [items[i] for i in indices], arguments, timeout_s, self.modules
-            )
+            chosen, address = [items[i] for i in indices], reward.address or reward.name
+            task = Task(address, chosen, arguments, timeout_s, self.modules, self.sandbox)
             verdicts, blamed, trouble = self._attempt(task, timeout_s, together, reward.fresh)
             for index, verdict in zip(indices, verdicts, strict=False):
                 results[index] = verdict

@@ -1,18 +1,19 @@
-"""Which part of a response a verifier reads."""
+"""Which part of a response a verifier reads. All of it in time linear in the text: policies write long loops."""
 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, get_args
 
 from k3rl.errors import UserError
 
 Extract = Literal["whole", "last_number", "first_number", "answer_tag", "last_line"]
+LOOKED_AT_CHARACTERS = 20_000
+"""Patterns are searched for in so much of a text's end (or beginning)."""
 
 NUMBER = re.compile(
     r"(?<![\w.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w])|(?<![\w.])[-+\u2212]?\.\d+"
 )
-TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 def extract(content: str, how: Extract = "whole") -> str | None:
@@ -28,12 +29,43 @@ def extract(content: str, how: Extract = "whole") -> str | None:
             lines = [line.strip() for line in content.splitlines() if line.strip()]
             return lines[-1] if lines else None
         case "answer_tag":
-            found = TAG.findall(content)
+            found = tagged(content)
             return found[-1].strip() if found else None
-        case "last_number" | "first_number":
-            numbers = NUMBER.findall(content)
-            if not numbers:
-                return None
-            number = numbers[-1] if how == "last_number" else numbers[0]
-            return number.replace(",", "").replace("\u2212", "-").removeprefix("+")
-    raise UserError(f"'extract' is '{how}', which is none of {', '.join(Extract.__args__)}")  # type: ignore[attr-defined]
+        case "last_number":
+            return _number(NUMBER.findall(content[-LOOKED_AT_CHARACTERS:])[-1:])
+        case "first_number":
+            return _number(NUMBER.findall(content[:LOOKED_AT_CHARACTERS])[:1])
+    raise UserError(f"'extract' is '{how}', which is none of {', '.join(get_args(Extract))}")
+
+
+def _number(found: list[str]) -> str | None:
+    return found[0].replace(",", "").replace("\u2212", "-").removeprefix("+") if found else None
+
+
+def tagged(text: str, tag: str = "answer") -> list[str]:
+    """Contents of ``<answer>...</answer>``, in order, whatever the tag's case."""
+    lower, opening, closing = text.lower(), f"<{tag}>", f"</{tag}>"
+    found, at = [], 0
+    while (start := lower.find(opening, at)) >= 0 and (end := lower.find(closing, start)) >= 0:
+        found.append(text[start + len(opening) : end])
+        at = end + len(closing)
+    return found
+
+
+def fences(text: str) -> list[tuple[str, str]]:
+    """Language and body of each fenced block, in order. A block that is not closed ends with the text."""
+    found: list[tuple[str, str]] = []
+    language: str | None = None
+    body: list[str] = []
+    for line in text.splitlines():
+        mark = line.strip()
+        if language is None and mark.startswith("```"):
+            language, body = mark.lstrip("`").strip().lower(), []
+        elif language is not None and mark == "```":
+            found.append((language, "\n".join(body)))
+            language = None
+        elif language is not None:
+            body.append(line)
+    if language is not None:
+        found.append((language, "\n".join(body)))
+    return found

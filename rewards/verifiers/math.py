@@ -22,6 +22,9 @@ from rewards.verifiers.math_parse import TooLarge, Unreadable, parse_expression
 from rewards.verifiers.math_same import same
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the time limits that we do without
+BEYOND = re.compile(r"\\(?:sum|prod|int|iint|oint|lim|mathbb|partial|bigcup|bigcap)(?![a-zA-Z])")
+# math-verify's parser computes what it reads: powers of powers, long exponents and large factorials stay out.
+ENORMOUS = re.compile(r"\^\s*\{[^{}]*\^|\^\s*[\w.]+\s*\^|\^\s*\{?\s*-?[\d.]{4,}|\d{4,}\s*!|!\s*!")
 
 
 @reward(name="math", depends="content", deterministic=True)
@@ -98,7 +101,9 @@ def _by_math_verify(gold_text: str, answer_text: str) -> bool:
     texts must be formulas, and be read as expressions: numbers picked from inside something unread prove
     nothing."""
     texts = [clean(gold_text), clean(answer_text)]
-    if any(len(t) > 1000 or not re.search(r"\\[a-zA-Z]+", t) for t in texts):
+    if any(len(t) > 1000 or not re.search(r"\\[a-zA-Z]+", t) or ENORMOUS.search(t) for t in texts):
+        return False
+    if not any(BEYOND.search(t) for t in texts):
         return False
     from latex2sympy2_extended.latex2sympy2 import latex2sympy
     from math_verify.grader import verify

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import re
 
-from rewards.verifiers.extract import NUMBER, TAG
+from rewards.verifiers.extract import LOOKED_AT_CHARACTERS, NUMBER, tagged
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
+MARK = re.compile(rf"(?P<box>{BOX.pattern})|\\\\.|[{{}}]", re.DOTALL)  # a brace after a backslash is no brace
+MAX_BOXES = 64
 PHRASE = re.compile(
     r"(?:final\s+answer|answer|result)\s*(?:is|are|:|=|\*\*|will\s+be|would\s+be)+\s*:?\s*(?:\*\*)?\s*",
     re.IGNORECASE,
@@ -19,19 +21,23 @@ SENTENCE_END = re.compile(r"(?:[.!?](?=\s|$)|\n)")
 
 
 def boxes(text: str) -> list[str]:
-    """Contents of all boxes, in order, braces matched. An unclosed box is no box."""
-    found = []
-    for match in BOX.finditer(text):
-        depth, at = 1, match.end()
-        while at < len(text) and depth:
-            if text[at] == "\\":
-                at += 2
-                continue
-            depth += {"{": 1, "}": -1}.get(text[at], 0)
-            at += 1
-        if depth == 0:
-            found.append(text[match.end() : at - 1].strip())
-    return found
+    """Contents of the last boxes, in order, braces matched. An unclosed box is no box."""
+    spans: list[tuple[int, int]] = []
+    opened: list[tuple[int, int]] = []  # depth outside, start of the content
+    depth = 0
+    for mark in MARK.finditer(text):
+        if mark[0] == "}":
+            depth -= 1
+            if opened and opened[-1][0] == depth:
+                spans.append((opened.pop()[1], mark.start()))
+            depth = max(depth, opened[-1][0] + 1 if opened else 0)
+        elif mark[0] == "{":
+            depth += 1
+        elif mark["box"]:
+            opened.append((depth, mark.end()))
+            depth += 1
+    spans.sort()
+    return [text[start:end].strip() for start, end in spans[-MAX_BOXES:]]
 
 
 def formulas(text: str) -> list[str]:
@@ -54,9 +60,10 @@ def candidates(text: str, parts: int) -> list[str]:
     """
     if box_left_open(text):
         return []
-    for group in (TAG.findall(text), boxes(text)):
+    for group in (tagged(text)[-MAX_BOXES:], boxes(text)):
         if group:
             return [*_together(list(dict.fromkeys(group)), parts), group[-1].strip()]
+    text = text[-LOOKED_AT_CHARACTERS:]
     phrases = list(PHRASE.finditer(text))
     if phrases and (rest := text[phrases[-1].end() :].strip()):
         return _after_phrase(rest, parts)

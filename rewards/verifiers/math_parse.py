@@ -15,6 +15,8 @@ from sympy import Expr, Integer, Rational
 
 MAX_BITS = 200_000
 MAX_FACTORIAL = 5_000
+MAX_ROOT = 10_000
+MAX_DEGREE = 5_000
 MAX_CHARACTERS = 2_000
 MAX_DEPTH = 60
 
@@ -51,24 +53,40 @@ class TooLarge(Unreadable):
 
 
 def power(base: Expr, exponent: Expr) -> Expr:
-    """``base ** exponent``, unless its exact value would be enormous."""
-    if base.is_Rational and exponent.is_Integer and base not in (0, 1, -1):
-        bits = max(int(base.p).bit_length(), int(base.q).bit_length())
-        if bits * abs(int(exponent)) > MAX_BITS:
-            raise TooLarge("a power is too large")
-    if exponent.is_Rational and exponent.q > 10_000:
+    """``base ** exponent``, unless its value, here or at the points where it is compared, would be enormous."""
+    if exponent.is_Rational and exponent.q > MAX_ROOT:
         raise TooLarge("a root is too high")
+    if exponent.free_symbols:
+        if tower(exponent) > 1:
+            raise TooLarge("powers of powers of powers")
+    elif base.free_symbols:
+        if not abs(sympy.N(exponent, 8)) <= MAX_DEGREE:
+            raise TooLarge("a degree is too high")
+    elif base not in (0, 1, -1) and not exponent.is_infinite:
+        bits = abs(sympy.log(abs(sympy.N(base, 8)), 2)) * abs(sympy.N(exponent, 8))
+        if base.is_Rational:  # numerator and denominator are both written down
+            bits = max(int(base.p).bit_length(), int(base.q).bit_length()) * abs(sympy.N(exponent, 8))
+        if not bits <= MAX_BITS:
+            raise TooLarge("a power is too large")
     return sympy.Pow(base, exponent)
 
 
+def tower(exponent: Expr) -> int:
+    """How many growing functions of a variable stand above each other."""
+    if not exponent.free_symbols:
+        return 0
+    grows = isinstance(exponent, sympy.factorial) or (exponent.is_Pow and exponent.exp.free_symbols)
+    return int(bool(grows)) + max(map(tower, exponent.args), default=0)
+
+
 def factorial(value: Expr) -> Expr:
-    if value.is_Integer and value > MAX_FACTORIAL:
+    if (value.is_Rational and value > MAX_FACTORIAL) or tower(value) > 0:
         raise TooLarge("a factorial is too large")
     return sympy.factorial(value)
 
 
 def binomial(n: Expr, k: Expr) -> Expr:
-    if n.is_Integer and n > MAX_FACTORIAL:
+    if (n.is_Rational and n > MAX_FACTORIAL) or tower(n) > 0:
         raise TooLarge("a binomial is too large")
     return sympy.binomial(n, k)
 
@@ -369,7 +387,9 @@ def parse_expression(text: str, complex_i: bool = True) -> Expr:
     """The expression as SymPy. Raises `Unreadable` (or its `TooLarge`) where it is not one."""
     try:
         value = Parser(text, complex_i).whole()
-    except (TypeError, ZeroDivisionError, RecursionError, AttributeError, KeyError) as error:
+    except (TypeError, ValueError, ArithmeticError, RecursionError, AttributeError, KeyError) as error:
+        if isinstance(error, Unreadable):
+            raise
         raise Unreadable(str(error)) from error
     if value.has(sympy.zoo, sympy.nan):
         raise Unreadable("undefined")

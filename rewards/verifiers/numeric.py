@@ -11,6 +11,7 @@ from rewards.verifiers.extract import Extract, extract
 NUMBER = re.compile(
     r"(?P<sign>[-+]?)(?P<number>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE](?P<exponent>[-+]?\d{1,4}))?"
 )
+MAX_CHARACTERS = 1000
 
 
 def as_number(text: str | int | float) -> Fraction | None:
@@ -21,6 +22,8 @@ def as_number(text: str | int | float) -> Fraction | None:
         return Fraction(text)
     if isinstance(text, float):
         return Fraction(repr(text)) if text == text and abs(text) != float("inf") else None
+    if len(text) > MAX_CHARACTERS:
+        return None
     text = text.strip().replace("\u2212", "-").strip("$€£ ")
     percent = text.endswith("%")
     text = text.removesuffix("%").strip()
