@@ -37,7 +37,7 @@ def packed_attention(
     fast = q_THK.is_cuda and q_THK.dtype in (torch.bfloat16, torch.float16) and window is None
     if fast and varlen_attn is not None and q_THK.shape[-1] <= 256:
         return _varlen(q_THK, k_UGK, v_UGV, layout, past, scale)
-    return _by_bucket(q_THK, k_UGK, v_UGV, layout, past, scale, window)
+    return padded_attention(q_THK, k_UGK, v_UGV, layout, past, scale, window)
 
 
 def _varlen(
@@ -72,7 +72,7 @@ def _buckets(lengths: np.ndarray, totals: np.ndarray) -> list[np.ndarray]:
     return [np.array(b) for b in buckets]
 
 
-def _by_bucket(
+def padded_attention(
     q_THK: Tensor,
     k_UGK: Tensor,
     v_UGV: Tensor,
@@ -81,6 +81,7 @@ def _by_bucket(
     scale: float,
     window: int | None,
 ) -> Tensor:
+    """`packed_attention` for any device and type, by scaled-dot-product attention over similar lengths padded."""
     lengths, totals = layout.lengths, layout.lengths + past
     starts_U = np.concatenate([[0], np.cumsum(totals)])
     device = q_THK.device
