@@ -14,6 +14,7 @@ PHRASE = re.compile(
     r"(?:the\s+)?(?:choice|option|letter)?\s*",
     re.IGNORECASE,
 )
+MAX_PHRASES, MAX_SAID_CHARACTERS = 20, 500
 
 
 @reward(name="multiple_choice", depends="content", trusted=True, deterministic=True)
@@ -61,10 +62,9 @@ def chosen(content: str, letters: str, choices: list[str] | None, several: bool)
             _plain(marked[-1]), letters, choices
         )
     text = _plain(content[-LOOKED_AT_CHARACTERS:])
-    for match in reversed(list(PHRASE.finditer(text))):
-        if found := _leading(text[match.end() :], letters, several):
-            return found
-        if found := _by_text(text[match.end() :].split("\n")[0], letters, choices):
+    for match in reversed(list(PHRASE.finditer(text))[-MAX_PHRASES:]):
+        said = text[match.end() : match.end() + MAX_SAID_CHARACTERS]
+        if found := _leading(said, letters, several) or _by_text(said.split("\n")[0], letters, choices):
             return found
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in [*lines[-1:], *lines[:1]]:

@@ -8,14 +8,15 @@ import re
 from rewards.verifiers.extract import LOOKED_AT_CHARACTERS, NUMBER, tagged
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
-MARK = re.compile(rf"(?P<box>{BOX.pattern})|\\\\.|[{{}}]", re.DOTALL)  # a brace after a backslash is no brace
+MARK = re.compile(rf"(?P<box>{BOX.pattern})|\\.|[{{}}]", re.DOTALL)  # a brace after a backslash is no brace
 MAX_BOXES = 64
 PHRASE = re.compile(
     r"(?:final\s+answer|answer|result)\s*(?:is|are|:|=|\*\*|will\s+be|would\s+be)+\s*:?\s*(?:\*\*)?\s*",
     re.IGNORECASE,
 )
-FORMULA = re.compile(
-    r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\d])\$([^$\n]+?)(?<!\\)\$", re.DOTALL
+FORMULA = re.compile(  # with a longest length: openers that nothing closes cost no more
+    r"(?<!\\)\$\$(.{1,2000}?)(?<!\\)\$\$|\\\[(.{1,2000}?)\\\]|\\\((.{1,2000}?)\\\)|(?<![\\\d])\$([^$\n]{1,2000}?)(?<!\\)\$",
+    re.DOTALL,
 )
 SENTENCE_END = re.compile(r"(?:[.!?](?=\s|$)|\n)")
 
