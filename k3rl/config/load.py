@@ -104,7 +104,8 @@ def _override(tree: DictConfig, text: str, origin: dict[tuple[str, ...], str]) -
         raise UserError(f"{COMMAND_LINE}: '{text}' is not of the form key=value")
     path = tuple(key.strip().split("."))
     try:
-        parsed = yaml.safe_load(value) if value else ""
+        # '@job' is ours; in YAML a plain scalar cannot begin with '@'.
+        parsed = value if value.startswith("@") or not value else yaml.safe_load(value)
         changed: Any = parsed
         for part in reversed(path):
             changed = {part: changed}
@@ -177,8 +178,9 @@ def _follow(loc: tuple[int | str, ...], plain: Any) -> tuple[tuple[str, ...], li
     parents = models
     node = plain
     for part in loc:
-        if isinstance(node, dict) and part not in node and part in _tags(node) and part != loc[-1]:
-            models = [m for m in models if _has_tag(m, part)] or models
+        tagged = [m for m in models if _has_tag(m, part)]
+        if isinstance(node, dict) and part not in node and tagged and part != loc[-1]:
+            models = tagged
             continue
         parents = models
         path.append(str(part))
@@ -191,10 +193,6 @@ def _follow(loc: tuple[int | str, ...], plain: Any) -> tuple[tuple[str, ...], li
         else:
             node = None
     return tuple(path), parents
-
-
-def _tags(node: dict[str, Any]) -> set[str]:
-    return {str(node[key]) for key in ("kind", "type", "name") if key in node}
 
 
 def _has_tag(model: type[BaseModel], tag: int | str) -> bool:

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from k3rl.chat import Renderer
-from k3rl.config.jobs import DistillJob, EvaluateJob, Job, JobBase, PipelineJob, RlJob, SftJob
+from k3rl.config.jobs import DistillJob, EvaluateJob, Job, JobBase, PipelineJob, RlJob, SftJob, models_of
 from k3rl.config.rewards import PROBLEM, RewardConfig
 from k3rl.data import ProblemSource, load_conversations, load_problems
 from k3rl.data.config import DataConfig
@@ -28,6 +28,7 @@ def check_job(job: Job) -> None:
     if isinstance(job, PipelineJob):
         _check_pipeline(job)
     else:
+        _have_weights(job)
         _check_single(job)
 
 
@@ -38,6 +39,7 @@ def _check_pipeline(job: PipelineJob) -> None:
     for name, part in job.jobs.items():
         stand_in = with_models(part, lambda model: trained.get(model.path.removeprefix("@"), model))
         try:
+            _have_weights(part)
             _check_single(stand_in)
         except UserError as error:
             raise UserError(f"job '{name}': {error}") from error
@@ -84,15 +86,19 @@ def _check_single(job: JobBase) -> None:
             _check_rewards(job.rewards, problems)
 
 
+def _have_weights(job: JobBase) -> None:
+    for model in models_of(job) if isinstance(job, EvaluateJob) else ():
+        if model.path in PRESETS:
+            raise UserError(f"model.path: '{model.path}' is a preset without weights; evaluate a checkpoint")
+
+
 def _check_model(model: ModelConfig, device: str, training: bool) -> None:
-    if model.path in PRESETS and not training:
-        raise UserError(f"model.path: '{model.path}' is a preset without weights; evaluate a checkpoint")
     vocabulary = check_fits(model, device, bytes_per_parameter=TRAINING_BYTES if training else 0)
     renderer = renderer_of(model)
     if renderer.vocab_size > vocabulary:
         raise UserError(
-            f"model.path: '{model.path}' has {vocabulary} token ids and its tokenizer {renderer.vocab_size}: they belong "
-            "to different models"
+            f"model.path: '{model.path}' has {vocabulary} token ids and its tokenizer {renderer.vocab_size}: "
+            "they belong to different models"
         )
 
 
