@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from k3rl.errors import RunError, UserError
+from rewards.cli import app as rewards_app
 
 app = typer.Typer(
     help="Post-train language models the way Kimi K3 was post-trained.",
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at a config before it runs.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(rewards_app, name="rewards")
 
 Overrides = Annotated[
     list[str] | None,

@@ -14,10 +14,11 @@ from typing import Any
 
 from k3rl.config.rewards import RewardSandbox
 from k3rl.types import Outcome
-from rewards.api import Scored, Verdict
+from rewards.api import Scored
 from rewards.calls import call_reward, failure
 from rewards.isolation.frames import Closed, receive_frame, send_frame
 from rewards.registry import get_reward, load_modules
+from rewards.wire import verdict_to_json
 
 KEPT_OUTPUT_CHARACTERS = 2000
 
@@ -45,17 +46,6 @@ class Kept(io.TextIOBase):
         if len(self.text) < KEPT_OUTPUT_CHARACTERS:
             self.text += text[: KEPT_OUTPUT_CHARACTERS - len(self.text)]
         return len(text)
-
-
-def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
-    score = verdict.score
-    return {
-        "outcome": verdict.outcome.value,
-        "value": score.value if score else None,
-        "components": score.components if score else {},
-        "explanation": verdict.explanation,
-        "seconds_s": verdict.seconds_s,
-    }
 
 
 def serve(sock: socket.socket) -> None:

@@ -23,14 +23,14 @@ from typing import Any
 
 from k3rl.config.rewards import RewardSandbox
 from k3rl.types import Outcome
-from rewards.api import RewardFunction, Score, Scored, Verdict
+from rewards.api import RewardFunction, Scored, Verdict
 from rewards.isolation.child import Task
 from rewards.isolation.frames import MAX_REPLY_BYTES, Closed, TooLate, receive_frame, send_frame
+from rewards.wire import Malformed, verdict_from_json
 
 START_TIMEOUT_S = 120.0  # first imports, on a machine that is busy with training
 MAX_CALLS = 20_000
 CHUNK_S = 0.05  # work handed to a child at once, by the mean time of a call
-MAX_EXPLANATION_CHARACTERS = 4000
 BROKEN = (Outcome.GRADER_FAILED, Outcome.TIMED_OUT)  # what raised may have left something half done
 
 
@@ -166,20 +166,11 @@ class Child:
 
 
 def read_verdict(line: Any) -> Verdict:
-    """A child's answer, checked field by field. Raises `ChildFailed`."""
+    """A child's answer. Raises `ChildFailed`."""
     try:
-        outcome = Outcome(line["outcome"])
-        explanation = str(line["explanation"])[:MAX_EXPLANATION_CHARACTERS]
-        seconds_s = float(line["seconds_s"])
-        if outcome is not Outcome.SCORED:
-            return Verdict(outcome, None, explanation, seconds_s)
-        value = float(line["value"])
-        components = {str(k): float(v) for k, v in line["components"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ChildFailed(f"it answered something that is not a verdict ({error})") from error
-    if not all(math.isfinite(v) for v in (value, *components.values())):
-        raise ChildFailed("it answered a value that is not finite")
-    return Verdict(outcome, Score(value, components, explanation), explanation, seconds_s)
+        return verdict_from_json(line)
+    except Malformed as error:
+        raise ChildFailed(f"it answered something, but {error}") from error
 
 
 @dataclass(slots=True)

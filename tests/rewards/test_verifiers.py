@@ -271,7 +271,7 @@ def test_format_of_channels():
     assert value("xtml_format", "8", thought="", think=True) == 0.0
     assert value("xtml_format", "8", thought="why", think=True) == 1.0
     assert value("xtml_format", "") == 0.0
-    assert value("xtml_format", "", content=False) == 1.0
+    assert get_reward("xtml_format").function(view(""), content=False).value == 1.0
     group = make_group(["8", "8"])
     cut = group.trajectories[1].segments[-1]
     cut.token_ids, cut.logprobs = [], []
