@@ -59,7 +59,8 @@ def show(name: RewardName, module: Modules = None) -> None:
     for parameter in list(inspect.signature(found.function).parameters.values())[1:]:
         if not (found.sandbox and parameter.name == "sandbox"):
             default = "required" if parameter.default is parameter.empty else repr(parameter.default)
-            kind = "" if parameter.annotation is parameter.empty else str(parameter.annotation)
+            unknown = parameter.annotation is parameter.empty
+            kind = "" if unknown else inspect.formatannotation(parameter.annotation)
             table.add_row(parameter.name, kind, default)
     if table.row_count:
         console.print(table)
@@ -213,6 +214,7 @@ def serve(
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((host, port))
+            listening.listen(128)  # before the address is said: who reads it may come at once
         except OSError as error:
             raise UserError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         typer.echo(f"rewards at http://{host}:{listening.getsockname()[1]}/NAME; Ctrl-C ends it")
