@@ -31,27 +31,29 @@ class ShortConv(nn.Module):
 def causal_conv(
     x_TC: Tensor, weight_CW: Tensor, layout: Layout, state_NWC: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """SiLU of a depthwise causal convolution over packed sequences.
+    """SiLU of a depthwise causal convolution over packed sequences, in the weights' float32, rounded once at the end.
 
     ``state_NWC`` holds each sequence's last W-1 inputs (zeros where None). Sequences are laid out with their own
     earlier inputs in front, so no input of another sequence or of padding can enter (spec/10 row 11).
     Returns (outputs [T, C], next state [N, W-1, C]).
     """
     width = weight_CW.shape[1]
-    weight_WC = weight_CW.t().to(x_TC.dtype)
+    weight_WC = (
+        weight_CW.t() if x_TC.dtype in (torch.bfloat16, torch.float16) else weight_CW.t().to(x_TC.dtype)
+    )
     if layout.decode:
         before = x_TC.new_zeros(x_TC.shape[0], width - 1, x_TC.shape[1]) if state_NWC is None else state_NWC
         window_NWC = torch.cat([before.to(x_TC.dtype), x_TC[:, None]], 1)
-        return F.silu((window_NWC * weight_WC).sum(1)), window_NWC[:, 1:]
+        return F.silu((window_NWC * weight_WC).sum(1)).to(x_TC.dtype), window_NWC[:, 1:]
     tokens, before, after, total = layout.conv(width)
     laid = x_TC.new_zeros(total, x_TC.shape[1]).index_copy(0, tokens, x_TC)
     if state_NWC is not None:
         laid = laid.index_copy(0, before, state_NWC.to(x_TC.dtype).flatten(0, 1))
     out = laid[: total - width + 1] * weight_WC[0]
     for w in range(1, width):
-        out = torch.addcmul(out, laid[w : total - width + 1 + w], weight_WC[w])
+        out = torch.addcmul(out, laid[w : total - width + 1 + w].to(out.dtype), weight_WC[w])
     next_state = laid.index_select(0, after).unflatten(0, (layout.num_sequences, width - 1))
-    return F.silu(out).index_select(0, tokens - (width - 1)), next_state
+    return F.silu(out).to(x_TC.dtype).index_select(0, tokens - (width - 1)), next_state
 
 
 def _linear(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> nn.Linear:

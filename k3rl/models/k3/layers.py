@@ -32,17 +32,25 @@ def situ_glu(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tenso
 class Values:
     """Finished values of attention residuals: block sums [T, D], kept with their inverse RMS.
 
-    A block is normalised once, when it closes, whatever number of sublayers looks at it later.
+    A block is normalised once, when it closes, whatever number of sublayers looks at it later. With ``readers``, the
+    residuals that will read each set of finished blocks, they are all served from one pass over the blocks, when the
+    last of these closes (the inference form's first phase).
     """
 
-    def __init__(self, eps: float) -> None:
+    def __init__(self, eps: float, readers: list[list[AttnRes]] | None = None) -> None:
         self.eps = eps
         self.sums: list[Tensor] = []
         self.inverse_rms: list[Tensor] = []
+        self.readers = readers
+        self.ahead: dict[AttnRes, tuple[Tensor, Tensor, Tensor]] = {}
 
     def append(self, value_TD: Tensor) -> None:
         self.sums.append(value_TD)
         self.inverse_rms.append(inverse_rms(value_TD, self.eps))
+        if self.readers is not None and len(self.sums) <= len(self.readers):
+            group = self.readers[len(self.sums) - 1]
+            phase = attn_res_phase_one(self, torch.stack([reader.query() for reader in group]))
+            self.ahead = {reader: tuple(x[i] for x in phase) for i, reader in enumerate(group)}  # type: ignore[misc]
 
 
 def inverse_rms(value_TD: Tensor, eps: float) -> Tensor:
@@ -71,6 +79,8 @@ class AttnRes(nn.Module):
 
     def forward(self, values: Values, running_TD: Tensor | None) -> Tensor:
         query_D = self.query()
+        if self in values.ahead and running_TD is not None:
+            return attn_res_phase_two(values.ahead[self], query_D, running_TD, values.eps)
         sums, inverse = list(values.sums), list(values.inverse_rms)
         if running_TD is not None:
             sums.append(running_TD)

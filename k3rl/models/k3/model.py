@@ -18,6 +18,7 @@ from k3rl.models.config import K3Config, config_json
 from k3rl.models.k3.attention import KDAttention, MLAttention, _linear
 from k3rl.models.k3.layers import AttnRes, RMSNorm, Values
 from k3rl.models.k3.moe import MLP, Experts, LatentMoE
+from k3rl.models.k3.mtp import MTPLayer
 from k3rl.models.k3.routing import Routing, RoutingControl, RoutingRecord
 from k3rl.models.packing import Layout
 
@@ -72,12 +73,27 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(D, eps, dtype, device)
         self.output_attn_res = AttnRes(D, eps, dtype, device)
+        self.two_phase = False
+        """Serve all attention residuals of a block from one pass over the finished blocks where no gradient flows:
+        less traffic, equal up to rounding. Off, inference and training round alike."""
+
+    def readers(self) -> list[list[AttnRes]]:
+        """For each set of finished values, from the embedding alone on, the residuals that read it."""
+        groups: list[list[AttnRes]] = []
+        for layer in self.layers:
+            if groups:
+                groups[-1].append(layer.self_attention_res)
+            if layer.opens_block:
+                groups.append([])
+            groups[-1].append(layer.mlp_res)
+        groups[-1].append(self.output_attn_res)
+        return groups
 
     def forward(
         self, input_ids_T: Tensor, layout: Layout, routing: Routing, recompute: bool
     ) -> tuple[Tensor, Values]:
         """Returns (mixed and normed hidden states [T, D], all values they were mixed from)."""
-        values = Values(self.eps)
+        values = Values(self.eps, self.readers() if self.two_phase and not torch.is_grad_enabled() else None)
         running = self.embed_tokens(input_ids_T)
         for layer in self.layers:
             running = _recomputed(layer, values, running, layout, routing) if recompute else layer(
@@ -126,6 +142,11 @@ class K3Model(LanguageModel):
         self.model = Decoder(config, dtype, device)
         self.lm_head = _linear(config.hidden_size, config.vocab_size, dtype, device)
         self.routing = RoutingControl()
+        self.mtp: MTPLayer | None = None
+        if config.num_nextn_predict_layers:
+            extra = DecoderLayer(config, config.num_hidden_layers, dtype, device)
+            extra.opens_block = True
+            self.mtp = MTPLayer(config, extra, dtype, device)
 
     def _forward(self, input_ids_T: Tensor, layout: Layout) -> Tensor:
         return self.forward_values(input_ids_T, layout)[0]

@@ -102,7 +102,7 @@ class Experts(nn.Module):
         z_AL = z_TL.index_select(0, order_A // top_k)
         experts_E = torch.arange(w1.shape[0], device=z_TL.device)
         ends_E = torch.searchsorted(flat_A[order_A], experts_E, right=True)
-        if z_TL.is_cuda and z_TL.dtype == torch.bfloat16:
+        if _can_group(z_TL, w1):
             y_AL = self._grouped(z_AL, ends_E.to(torch.int32), w1, w2, w3)
         else:
             y_AL = self._one_by_one(z_AL, ends_E.tolist(), w1, w2, w3)
@@ -141,6 +141,14 @@ class Experts(nn.Module):
                 outs.append(F.linear(self._inner(F.linear(z, a), F.linear(z, c)), b))
             start = end
         return torch.cat(outs)
+
+
+def _can_group(z_TL: Tensor, w1_EIL: Tensor) -> bool:
+    """Grouped matrix products: bfloat16 on Ampere and later, rows of 16 bytes, and a torch that has them."""
+    if not (z_TL.is_cuda and z_TL.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")):
+        return False
+    aligned = w1_EIL.shape[1] % 8 == 0 and w1_EIL.shape[2] % 8 == 0
+    return aligned and torch.cuda.get_device_capability(z_TL.device) >= (8, 0)
 
 
 class LatentMoE(nn.Module):
