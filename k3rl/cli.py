@@ -18,7 +18,9 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from k3rl.errors import RunError, UserError
+from k3rl.recipes.budgets import app as budgets_app
 from rewards.cli import app as rewards_app
+from rewards.cli_curriculum import app as curriculum_app
 
 app = typer.Typer(
     help="Post-train language models the way Kimi K3 was post-trained.",
@@ -29,6 +31,8 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at a config before it runs.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(rewards_app, name="rewards")
+app.add_typer(budgets_app, name="budgets")
+app.add_typer(curriculum_app, name="curriculum")
 
 Overrides = Annotated[
     list[str] | None,

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3rl.chat import load_renderer
-from k3rl.config.rewards import RewardConfig
+from k3rl.config.rewards import ReplaceOverBudget, RewardConfig
 from k3rl.errors import RunError
 from k3rl.types import Group, Outcome, Reward
 from rewards.budgets import Tau
+from rewards.curriculum import Curriculum
 from rewards.worker import RewardWorker
 
 if TYPE_CHECKING:
@@ -97,6 +100,16 @@ def slim(group: Group) -> Group:
     return replace(group, trajectories=[replace(t, routing=None) for t in group.trajectories])
 
 
+def task_rewards(groups: Sequence[ScoredGroup]) -> dict[str, list[float]]:
+    """By domain: what the trajectories' tasks were worth before the budget rule."""
+    found: dict[str, list[float]] = {}
+    for trajectory in (t for scored in groups for t in scored.group.trajectories):
+        reward = trajectory.reward
+        if reward is not None and reward.total is not None:
+            found.setdefault(trajectory.domain, []).append(reward.components.get("task", reward.total))
+    return found
+
+
 class RewardService:
     """See the module's docstring. Needs a running Ray."""
 
@@ -106,8 +119,11 @@ class RewardService:
         self.load = [0] * config.workers
         self.waiting: dict[ObjectRef, _Ticket] = {}
         self.tau: Tau | None = None
+        self.curriculum: Curriculum | None = None
+        self.step = -1
         self.counts = {"groups": 0, "trajectories": 0, "dropped": 0, "worker_deaths": 0}
         self.latency_s = 0.0
+        self.deepest = 0
 
     def _start(self) -> Any:
         import ray
@@ -115,8 +131,18 @@ class RewardService:
         actor = ray.remote(num_cpus=0, max_concurrency=max(2, self.config.processes))(_Actor)
         return actor.remote(self.config, self.tokenizer, self.thinking)
 
+    def follow_curriculum(self, run: Path, first_step: int) -> None:
+        """Take tau from the curriculum of the config, where it has one; its trail is in the run's folder.
+        ``first_step`` is the step that the run begins or goes on with."""
+        budgets = self.config.budgets
+        if isinstance(budgets, ReplaceOverBudget) and budgets.curriculum is not None:
+            self.curriculum = Curriculum(budgets, run, first_step)
+
     def submit(self, group: Group, step: int = 0) -> None:
         """Hand a group over to the least busy worker. Returns at once."""
+        if self.curriculum is not None and step != self.step:
+            self.tau = self.curriculum.begin_step(step)
+        self.step = step
         self._send(_Ticket(group, step, self.tau, time.monotonic()))
 
     def _send(self, ticket: _Ticket) -> None:
@@ -125,6 +151,7 @@ class RewardService:
         ticket.actor = self.workers[ticket.worker]
         reference = ticket.actor.score.remote(slim(ticket.group), ticket.step, ticket.tau)
         self.waiting[reference] = ticket
+        self.deepest = max(self.deepest, len(self.waiting))
 
     @property
     def queue_depth(self) -> int:
@@ -184,6 +211,8 @@ class RewardService:
                 )
                 raise RunError(f"{len(self.waiting)} groups have no reward after {limit_s:g} s: {names}")
             done += self.poll(min(left_s, 5.0))
+        if self.curriculum is not None and done:
+            self.curriculum.end_step(self.step, task_rewards(done))
         return done
 
     def set_tau(self, tau: Tau | None) -> None:
@@ -200,7 +229,8 @@ class RewardService:
         return found.pop()
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start: ``rewards/...``, sums over workers; ``queue_depth`` is of now."""
+        """``rewards/...``: counts since the start, sums over workers; ``queue_depth`` is of now, its maximum since
+        the last call; ``per_s`` are trajectories per second of a worker's time."""
         import ray
 
         totals: dict[str, float] = {}
@@ -209,8 +239,11 @@ class RewardService:
                 totals[name] = totals.get(name, 0.0) + value
         totals |= {k: float(v) for k, v in self.counts.items()}
         totals["queue_depth"] = float(self.queue_depth)
+        totals["queue_depth_max"], self.deepest = float(self.deepest), len(self.waiting)
+        totals["per_s"] = totals["trajectories"] / max(totals.get("seconds_s/score", 0.0), 1e-9)
         totals["latency_s_mean"] = self.latency_s / max(1, self.counts["groups"])
-        return {f"rewards/{name}": value for name, value in totals.items()}
+        named = {f"rewards/{name}": value for name, value in totals.items()}
+        return {**named, **self.curriculum.metrics()} if self.curriculum is not None else named
 
     def close(self) -> None:
         """Stop the workers and their processes."""

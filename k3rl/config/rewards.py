@@ -46,6 +46,22 @@ class Replacement(Config):
     """The total then."""
 
 
+class TauCurriculum(Config):
+    """How tau narrows while the run goes on: wide for the max expert, then less for high, then for low (spec/02 §3).
+
+    The published recipe has a person decide each step. The audit trail is ``curriculum.jsonl`` in the run's folder.
+    """
+
+    stages: dict[str, tuple[dict[Effort, float], ...]]
+    """By domain (``default``: those not named in ``tau`` or here): the steps, each the new tau of some efforts."""
+    approval: Literal["person", "auto"] = "person"
+    """``person``: a step that is due waits for `k3rl curriculum approve RUN`. ``auto``: it is taken at once."""
+    hold_steps: int = Field(20, gt=0)
+    """Steps of the run that a tau is kept at least, before the next step is due."""
+    min_reward: float | None = None
+    """Mean task reward of the domain, over the last ``hold_steps`` steps, that is needed for the next step."""
+
+
 class ReplaceOverBudget(Config):
     """K3's budget rule: over tau times b0 the task reward is replaced (spec/02 §3)."""
 
@@ -53,10 +69,33 @@ class ReplaceOverBudget(Config):
     tau: dict[str, dict[Effort, float]] = Field(default_factory=dict)
     """tau by domain and effort; the domain ``default`` holds for those not named. Without an entry: no
     limit."""
+    curriculum: TauCurriculum | None = None
+    """How tau narrows. None: it stays."""
     penalty: float = -1.0
     """What replaces the task reward."""
     whole_trajectory_domains: tuple[str, ...] = ("agent", "coding")
     """Domains in which all sampled tokens count; in others the thinking tokens do."""
+
+    @model_validator(mode="after")
+    def _narrows(self) -> ReplaceOverBudget:
+        for domain, table in self.tau.items():
+            if any(not value > 0 for value in table.values()):
+                raise ValueError(f"tau of '{domain}' must be above 0")
+        for domain, stages in self.curriculum.stages.items() if self.curriculum else ():
+            now = dict(self.tau.get(domain, {}))
+            for number, stage in enumerate(stages, 1):
+                for effort, value in stage.items():
+                    if effort not in now:
+                        raise ValueError(
+                            f"stage {number} of '{domain}' moves '{effort}', which has no tau yet"
+                        )
+                    if not 0 < value <= now[effort]:
+                        raise ValueError(
+                            f"stage {number} of '{domain}' widens '{effort}' from {now[effort]} to {value}: "
+                            "a curriculum narrows"
+                        )
+                now |= stage
+        return self
 
 
 class Toggle(Config):

@@ -55,6 +55,7 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
                 trainer.load(journal.checkpoint / "trainer")
                 pool.load_state_dict(journal.read_state("rollout.json"))
                 stream.draw = pool.next_draw
+            rewards.follow_curriculum(journal.path, journal.done)
             published = publish(trainer, pool)
 
             def draw():
@@ -93,7 +94,10 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
                     state = pool.state_dict()
                     journal.store.write_ledger(state["controller"]["ledger"])
                 metrics = step_metrics(
-                    scored, selection, progress, {**metrics, **extra, **published.metrics, **pool.metrics()}
+                    scored,
+                    selection,
+                    progress,
+                    {**metrics, **extra, **published.metrics, **pool.metrics(), **rewards.metrics()},
                 )
                 if journal.due(step, job.checkpoint_every):
                     with (
