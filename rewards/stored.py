@@ -148,7 +148,7 @@ def trajectory_of(row: dict[str, Any]) -> Trajectory:
 
 def stored_reward(row: dict[str, Any]) -> Reward:
     outcome = Outcome(row["reward_outcome"]) if row["reward_outcome"] else Outcome.SKIPPED
-    components = dict(row["reward_components"] or ())
+    components = {c["name"]: c["value"] for c in row["reward_components"] or ()}
     return Reward(row["reward"], components, outcome, row["reward_explanation"] or "")
 
 

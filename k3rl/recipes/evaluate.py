@@ -19,6 +19,7 @@ from k3rl.models import ModelConfig
 from k3rl.recipes.journal import Journal
 from k3rl.recipes.launch import device_of, ray_cluster, renderer_of, rewards_running, rollout_running
 from k3rl.recipes.records import Leaving, lengths
+from k3rl.tracking.report import by_effort, evaluation_report
 from k3rl.types import Effort, Group, Problem, Trajectory
 from rewards.service import ScoredGroup
 
@@ -56,8 +57,6 @@ def run_evaluate(job: EvaluateJob) -> Path:
                     step, every, f"{names[step]}: reward {every.get('reward/mean', float('nan')):.3f}"
                 )
         print_table(cells, names)
-        from k3rl.tracking.report import evaluation_report
-
         evaluation_report(journal.store, cells, names)
     return journal.path
 
@@ -120,14 +119,15 @@ def table_cells(scored: list[ScoredGroup], stage: str, speed: float) -> list[dic
     out = []
     for (domain, effort), trajectories in everything.items():
         numbers = lengths(trajectories)
-        rewards = [t.reward.total for t in trajectories if t.reward and t.reward.total is not None]
+        scored_ones = [t.reward for t in trajectories if t.reward and t.reward.total is not None]
+        solved = [r.components.get("task", r.total) > 0.5 for r in scored_ones]  # before any budget rule
         out.append(
             {
                 "stage": stage,
                 "domain": domain,
                 "effort": effort,
                 "reward": numbers.get("reward/mean"),
-                "accuracy": sum(r > 0.5 for r in rewards) / len(rewards) if rewards else None,
+                "accuracy": sum(solved) / len(solved) if solved else None,
                 "thinking_tokens": numbers["length/thinking"],
                 "total_tokens": numbers["length/sampled"],
                 "tokens_per_s": speed,
@@ -140,7 +140,7 @@ def table_cells(scored: list[ScoredGroup], stage: str, speed: float) -> list[dic
 def print_table(cells: list[dict[str, Any]], stages: list[str]) -> None:
     """The table a person waits for."""
     table = Table("domain", "effort", *(f"{s}: {what}" for s in stages for what in ("reward", "thinking")))
-    for domain, effort in sorted({(c["domain"], c["effort"]) for c in cells}, key=_by_effort):
+    for domain, effort in sorted({(c["domain"], c["effort"]) for c in cells}, key=by_effort):
         row = []
         for stage in stages:
             cell = next(
@@ -157,8 +157,3 @@ def print_table(cells: list[dict[str, Any]], stages: list[str]) -> None:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _by_effort(cell: tuple[str, str]) -> tuple[str, int]:
-    order = ["", *map(str, Effort)]
-    return cell[0], order.index(cell[1]) if cell[1] in order else len(order)

@@ -13,6 +13,7 @@ from k3rl.recipes.journal import latest_model
 from k3rl.recipes.launch import ray_cluster
 from k3rl.recipes.preflight import with_models
 from k3rl.store import RunStore
+from k3rl.tracking.report import pipeline_report
 
 
 def run_pipeline(job: PipelineJob) -> Path:
@@ -33,8 +34,6 @@ def run_pipeline(job: PipelineJob) -> Path:
                 console.print(f"[{number}/{len(job.jobs)}] {name}: {part.kind}", markup=False)
                 store.set_status("running", job=name)
                 runs[name] = start(part)
-        from k3rl.tracking.report import pipeline_report  # matplotlib is slow to import
-
         report = pipeline_report(store.path, runs)
         store.set_status("finished")
         console.print(f"{job.name}: report in {report}", markup=False)

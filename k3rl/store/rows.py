@@ -28,7 +28,8 @@ ROLLOUT_SCHEMA = pa.schema(
         ("fate", pa.string()),  # "trained", or "dropped:<reason>"
         ("reward", pa.float64()),
         ("reward_outcome", pa.string()),
-        ("reward_components", pa.map_(pa.string(), pa.float64())),
+        # A list, since the `datasets` library knows no maps.
+        ("reward_components", pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))),
         ("reward_explanation", pa.string()),
         ("advantage", pa.float64()),
         ("prompt_text", pa.string()),
@@ -39,7 +40,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("prompt_ids", pa.list_(pa.int32())),
         ("response_ids", pa.list_(pa.int32())),
         ("sampled_mask", pa.list_(pa.bool_())),
-        ("channels", pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+        ("channels", pa.list_(pa.string())),
         ("logprobs", pa.list_(pa.float32())),
         ("policy_versions", pa.list_(pa.int32())),
         ("trainer_logprobs", pa.list_(pa.float32())),
@@ -91,7 +92,9 @@ def rollout_row(
         "fate": fate,
         "reward": reward.total if reward else None,
         "reward_outcome": str(reward.outcome) if reward else None,
-        "reward_components": list(reward.components.items()) if reward else [],
+        "reward_components": [{"name": n, "value": v} for n, v in reward.components.items()]
+        if reward
+        else [],
         "reward_explanation": reward.explanation if reward else "",
         "advantage": t.advantage,
         "prompt_text": renderer.decode(t.prompt_ids),

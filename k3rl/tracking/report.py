@@ -1,0 +1,124 @@
+"""What a job leaves for people: ``report.md`` with tables and plots, ``report.json`` with the same numbers.
+
+Sources are the run's own files; a report can be made again at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from k3rl.store import RunStore
+from k3rl.store.files import replacing
+from k3rl.tracking.plots import training_plots
+from k3rl.types import Effort
+
+Cell = dict[str, Any]
+"""What one model did on one (domain, effort) cell: stage, domain, effort, reward, accuracy, thinking_tokens,
+total_tokens, tokens_per_s, n."""
+
+MEASURES = (("reward", 3), ("accuracy", 3), ("thinking_tokens", 1), ("total_tokens", 1))
+
+
+def evaluation_report(store: RunStore, cells: Sequence[Cell], stages: Sequence[str]) -> Path:
+    """The report of an evaluate job. ``stages``: models in their order, the first is the baseline."""
+    store.write_state("report.json", {"cells": list(cells), "stages": list(stages), **summary(cells, stages)})
+    return _write(store.path, f"# {store.path.name}\n\n{evaluation_section(cells, stages)}")
+
+
+def pipeline_report(folder: Path, runs: dict[str, Path]) -> Path:
+    """One report over the jobs of a pipeline: tables of its evaluations, plots of what was trained."""
+    sections, numbers = [f"# {folder.name}\n"], {}
+    for name, run in runs.items():
+        store = RunStore.open(run)
+        stored = run / "report.json"
+        if store.config["kind"] == "evaluate" and stored.is_file():
+            content = json.loads(stored.read_text(encoding="utf-8"))
+            numbers[name] = content
+            sections.append(f"## {name}\n\n{evaluation_section(content['cells'], content['stages'])}")
+    for name, run in runs.items():
+        if RunStore.open(run).config["kind"] != "evaluate":
+            sections.append(training_section(name, run, folder))
+    RunStore.open(folder).write_state("report.json", numbers)
+    return _write(folder, "\n".join(sections))
+
+
+def summary(cells: Sequence[Cell], stages: Sequence[str]) -> dict[str, Any]:
+    """Mean reward over all cells by stage, and what the last stage gained over the first."""
+    means = {stage: mean_over(cells, stage, "reward") for stage in stages}
+    first, last = means[stages[0]], means[stages[-1]]
+    return {"mean_reward": means, "gain": None if first is None or last is None else last - first}
+
+
+def mean_over(cells: Sequence[Cell], stage: str, measure: str) -> float | None:
+    """Mean over a stage's trajectories, that is over its cells by their size; None where nothing was measured."""
+    chosen = [c for c in cells if c["stage"] == stage and c[measure] is not None]
+    count = sum(c["n"] for c in chosen)
+    return sum(c[measure] * c["n"] for c in chosen) / count if count else None
+
+
+def evaluation_section(cells: Sequence[Cell], stages: Sequence[str]) -> str:
+    """Markdown: one table per measure with a row per (domain, effort) and a column per model, then speed."""
+    numbers = summary(cells, stages)
+    lines = []
+    if len(stages) > 1 and numbers["gain"] is not None:
+        before, after = numbers["mean_reward"][stages[0]], numbers["mean_reward"][stages[-1]]
+        lines += [
+            f"Mean reward on held-out problems: {stages[0]} {before:.3f}, {stages[-1]} {after:.3f} "
+            f"({numbers['gain']:+.3f}).",
+            "",
+        ]
+    for measure, digits in MEASURES:
+        lines += [f"### {measure.replace('_', ' ')}", "", _row(["domain", "effort", *stages])]
+        lines.append(_row(["---"] * 2 + ["---:"] * len(stages)))
+        for domain, effort in sorted({(c["domain"], c["effort"]) for c in cells}, key=by_effort):
+            row = [_value(cells, domain, effort, stage, measure, digits) for stage in stages]
+            lines.append(_row([domain, effort or "-", *row]))
+        lines.append(_row(["all", "", *(_number(mean_over(cells, s, measure), digits) for s in stages)]))
+        lines.append("")
+    speeds = {c["stage"]: c["tokens_per_s"] for c in cells}
+    lines.append(
+        "Speed: " + ", ".join(f"{s} {speeds[s]:,.0f} tokens/s" for s in stages if s in speeds) + ".\n"
+    )
+    return "\n".join(lines)
+
+
+def training_section(name: str, run: Path, folder: Path) -> str:
+    """Markdown: where a training job ended, and its plots."""
+    store = RunStore.open(run)
+    metrics = store.metrics()
+    lines = [f"## {name}", "", f"{store.config['kind']}, {len(metrics)} steps.", ""]
+    for image in training_plots(metrics, folder / "plots", name):
+        lines.append(f"![{image.stem}]({os.path.relpath(image, folder)})")
+    return "\n".join([*lines, ""])
+
+
+def by_effort(cell: tuple[str, str]) -> tuple[str, int]:
+    """Sorts (domain, effort) by the efforts' order, those without one first."""
+    order = ["", *map(str, Effort)]
+    return cell[0], order.index(cell[1]) if cell[1] in order else len(order)
+
+
+def _value(cells: Sequence[Cell], domain: str, effort: str, stage: str, measure: str, digits: int) -> str:
+    for c in cells:
+        if (c["domain"], c["effort"], c["stage"]) == (domain, effort, stage):
+            return _number(c[measure], digits)
+    return "-"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _write(folder: Path, text: str) -> Path:
+    path = folder / "report.md"
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return path
