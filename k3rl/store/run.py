@@ -33,12 +33,10 @@ from k3rl.store.files import read_lines, replacing, replacing_folder, write_json
 from k3rl.store.lock import RunLock
 from k3rl.store.rows import ROLLOUT_SCHEMA
 
-_IGNORED = (
-    "ray",
-    "tracking",
-    "runs",
-)  # may change between two starts of one run: they don't shape its results
+_IGNORED = {"ray", "tracking", "runs"}
+"""May change between two starts of one run, also in a pipeline's jobs: they don't shape results."""
 _EXTENDABLE = ("steps",)
+"""May grow: the run then goes on."""
 
 
 class RunStore:
@@ -60,8 +58,12 @@ class RunStore:
             raise UserError(f"{path} exists and is not a run: choose another name= or runs=")
         path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(path / ".lock")
-        if stored.exists():
-            _same_config(path, yaml.safe_load(stored.read_text()), yaml.safe_load(config_yaml))
+        try:
+            if stored.exists():
+                _same_config(path, yaml.safe_load(stored.read_text()), yaml.safe_load(config_yaml))
+        except UserError:
+            lock.release()
+            raise
         with replacing(stored) as temporary:
             temporary.write_text(config_yaml, encoding="utf-8")
         for leftover in [
@@ -188,9 +190,9 @@ def _json_number(value: float) -> float | None:
 def _same_config(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     old_flat, new_flat = dict(_flatten(old)), dict(_flatten(new))
     for key in [*new_flat, *(k for k in old_flat if k not in new_flat)]:
-        if key.split(".")[0] in _IGNORED or old_flat.get(key) == new_flat.get(key):
+        if _IGNORED.intersection(key.split(".")) or old_flat.get(key) == new_flat.get(key):
             continue
-        if key in _EXTENDABLE and (new_flat.get(key) or 0) >= (old_flat.get(key) or 0):
+        if key.split(".")[-1] in _EXTENDABLE and (new_flat.get(key) or 0) >= (old_flat.get(key) or 0):
             continue
         raise UserError(
             f"{path} holds a run with another config: '{key}' was {old_flat.get(key)!r} and is {new_flat.get(key)!r}; "

@@ -54,10 +54,8 @@ def series(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
 
 
 def _lines(axes: Axes, data: dict[str, tuple[list[int], list[float]]]) -> None:
-    whole = len(data) > 1
-    for name, (steps, values) in data.items():
-        overall = not name.rpartition("/")[0].endswith("effort")
-        style = {"color": "black", "linewidth": 2} if overall and whole else {"linewidth": 1.2}
+    for number, (name, (steps, values)) in enumerate(data.items()):
+        style = {"color": "black", "linewidth": 2} if number == 0 < len(data) - 1 else {"linewidth": 1.2}
         axes.plot(steps, values, label=name, marker="." if len(steps) < 60 else None, **style)
 
 
