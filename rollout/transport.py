@@ -204,21 +204,27 @@ class RayTransport:
     def _stacks_file(self, index: int) -> Path:
         return Path(self._folder.name) / f"worker-{index}.stacks"
 
-    def kill(self, index: int) -> None:
+    def kill(self, index: int, patience_s: float = 0.0) -> None:
+        """Ray asks the process to exit; one that does not within ``patience_s`` (a stopped one, say) is killed."""
         actor = self._actors.pop(index, None)
         if actor is None:
             return
         process_id = self.process_id(index)
         self._ray.kill(actor, no_restart=True)
-        if process_id is not None:  # Ray asks the process to exit; a stopped one does not listen
-            try:
-                os.kill(process_id, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        if process_id is None:
+            return
+        try:
+            deadline = time.monotonic() + patience_s
+            while time.monotonic() < deadline:
+                os.kill(process_id, 0)
+                time.sleep(0.02)
+            os.kill(process_id, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
     def close(self) -> None:
         for index in list(self._actors):
-            self.kill(index)
+            self.kill(index, patience_s=2.0)
         self._folder.cleanup()
 
 

@@ -41,9 +41,10 @@ def device_of(job: JobBase) -> str:
 
 @contextmanager
 def ray_cluster(config: RayConfig) -> Iterator[None]:
-    """A cluster of this process alone, or the one at ``address``; a cluster that is already joined is left as it is."""
-    # Workers of a local cluster talk over loopback only; a token written into the home folder guards nothing there.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    """A cluster of this process alone, or the one at ``address``; a cluster that is already joined is left as it is.
+
+    Ray's servers listen on all interfaces; what keeps strangers out is its token, which this leaves on.
+    """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
@@ -58,9 +59,11 @@ def ray_cluster(config: RayConfig) -> Iterator[None]:
         options |= {
             "num_cpus": max(config.num_cpus or os.cpu_count() or 1, 4),
             "include_dashboard": False,
-            "_node_ip_address": "127.0.0.1",
         }
     ray.init(**options)
+    token = Path.home() / ".ray" / "auth_token"
+    if token.exists():
+        token.chmod(0o600)  # Ray writes it readable to everyone
     try:
         yield
     finally:
