@@ -95,6 +95,7 @@ def test_stored_rollouts_read_back_as_what_the_reward_saw(run):
         assert (group.problem.id, group.problem.reward["answer"]) == (f"p{i}", str(i))
         assert [v.content for v in group.views] == [str(i), "7 or 8", "boom"]
         assert [r.total for r in group.rewards] == [1.0, 0.0, 0.0]
+        assert group.rewards[0].components == {"problem": 1.0}
         for view in group.views:
             again = scored_view(view.problem, view.trajectory, RENDERER)
             assert (view.reasoning, view.response.complete) == (again.reasoning, True)
