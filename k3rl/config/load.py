@@ -11,7 +11,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,8 +57,12 @@ def dump_job(job: Job) -> str:
 
 def config_hash(job: Job) -> str:
     """Hash of everything that shapes the results, 16 hex digits."""
-    canonical = json.dumps(job.model_dump(mode="json", by_alias=True), sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+    return hash_of(job.model_dump(mode="json", by_alias=True))
+
+
+def hash_of(plain: Mapping[str, Any]) -> str:
+    """The same of a stored config."""
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def job_schema() -> dict[str, Any]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from k3rl.config.jobs import JobBase
 from k3rl.config.load import dump_job
-from k3rl.errors import RunError
+from k3rl.errors import RunError, UserError
+from k3rl.models import ModelConfig
 from k3rl.store import RunStore
 from k3rl.store.run import step_of
 from k3rl.tracking import Progress, Tracker
@@ -76,5 +77,15 @@ def latest_model(run: Path) -> Path:
         return run
     checkpoint = RunStore.open(run).latest_checkpoint()
     if checkpoint is None:
-        raise RunError(f"{run} has no checkpoint yet")
+        raise UserError(f"{run} has no checkpoint yet")
     return checkpoint / "trainer" / "model"
+
+
+def resolved(model: ModelConfig, runs: Mapping[str, Path] | None = None) -> ModelConfig:
+    """Paths that mean a run, ``@job`` of a pipeline's ``runs`` or a run's folder, become that of its last model."""
+    if runs and model.path.startswith("@"):
+        return model.model_copy(update={"path": str(latest_model(runs[model.path[1:]]))})
+    folder = Path(model.path)
+    if (folder / "config.yaml").is_file() and not (folder / "config.json").exists():
+        return model.model_copy(update={"path": str(latest_model(folder))})
+    return model

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from k3rl.config.jobs import JobBase, PipelineJob
 from k3rl.config.load import dump_job
-from k3rl.models import ModelConfig
-from k3rl.recipes.journal import latest_model
+from k3rl.recipes.journal import resolved
 from k3rl.recipes.launch import ray_cluster
 from k3rl.recipes.preflight import with_models
 from k3rl.store import RunStore
@@ -43,13 +42,6 @@ def run_pipeline(job: PipelineJob) -> Path:
     finally:
         store.close()
     return store.path
-
-
-def resolved(model: ModelConfig, runs: dict[str, Path]) -> ModelConfig:
-    """``@job`` replaced by the folder of that job's last model."""
-    if not model.path.startswith("@"):
-        return model
-    return model.model_copy(update={"path": str(latest_model(runs[model.path[1:]]))})
 
 
 def finished(job: JobBase) -> Path | None:

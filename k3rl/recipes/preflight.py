@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from k3rl.chat import Renderer
 from k3rl.config.jobs import DistillJob, EvaluateJob, Job, JobBase, PipelineJob, RlJob, SftJob, models_of
@@ -17,6 +19,7 @@ from k3rl.models.loading import check_fits
 from k3rl.recipes.launch import device_of, renderer_of
 from rewards.registry import get_reward, load_modules
 
+AnyJob = TypeVar("AnyJob", bound=JobBase)
 LOOKED_AT = 1000
 """Problems whose rewards are looked up; the others are found out about when they are drawn."""
 TRAINING_BYTES = 16
@@ -47,7 +50,7 @@ def _check_pipeline(job: PipelineJob) -> None:
             trained[name] = stand_in.model
 
 
-def with_models(job: JobBase, change) -> JobBase:
+def with_models(job: AnyJob, change: Callable[[ModelConfig], ModelConfig]) -> AnyJob:
     """The job with every model of it replaced by ``change(model)``."""
     match job:
         case EvaluateJob():

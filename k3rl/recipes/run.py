@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from k3rl.config.jobs import DistillJob, EvaluateJob, Job, PipelineJob, RlJob, SftJob
-from k3rl.recipes.journal import latest_model
-from k3rl.recipes.preflight import check_job
+from k3rl.recipes.journal import latest_model, resolved
+from k3rl.recipes.preflight import check_job, with_models
 
 __all__ = ["check_job", "latest_model", "run_job"]
 
@@ -16,6 +16,7 @@ def run_job(job: Job) -> Path:
 
     Raises `UserError` before anything expensive starts, `RunError` where the run breaks.
     """
+    job = with_models(job, resolved)
     check_job(job)
     return start(job)
 

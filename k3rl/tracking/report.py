@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from k3rl.config.load import hash_of
 from k3rl.store import RunStore
 from k3rl.store.files import replacing
 from k3rl.tracking.plots import training_plots
@@ -25,25 +26,44 @@ MEASURES = (("reward", 3), ("accuracy", 3), ("thinking_tokens", 1), ("total_toke
 
 def evaluation_report(store: RunStore, cells: Sequence[Cell], stages: Sequence[str]) -> Path:
     """The report of an evaluate job. ``stages``: models in their order, the first is the baseline."""
-    store.write_state("report.json", {"cells": list(cells), "stages": list(stages), **summary(cells, stages)})
+    content = {"cells": list(cells), "stages": list(stages), **summary(cells, stages)}
+    store.write_state("report.json", {**_head(store), **content, "phases": phases(store)})
     return _write(store.path, f"# {store.path.name}\n\n{evaluation_section(cells, stages)}")
 
 
 def pipeline_report(folder: Path, runs: dict[str, Path]) -> Path:
     """One report over the jobs of a pipeline: tables of its evaluations, plots of what was trained."""
-    sections, numbers = [f"# {folder.name}\n"], {}
+    own = RunStore.open(folder)
+    sections, jobs, cells = [f"# {folder.name}\n"], {}, []
     for name, run in runs.items():
         store = RunStore.open(run)
         stored = run / "report.json"
         if store.config["kind"] == "evaluate" and stored.is_file():
             content = json.loads(stored.read_text(encoding="utf-8"))
-            numbers[name] = content
+            jobs[name] = content
+            cells += content["cells"]
             sections.append(f"## {name}\n\n{evaluation_section(content['cells'], content['stages'])}")
     for name, run in runs.items():
         if RunStore.open(run).config["kind"] != "evaluate":
             sections.append(training_section(name, run, folder))
-    RunStore.open(folder).write_state("report.json", numbers)
+    seconds = {name: phases(RunStore.open(run)) for name, run in runs.items()}
+    own.write_state("report.json", {**_head(own), "cells": cells, "jobs": jobs, "phases": seconds})
     return _write(folder, "\n".join(sections))
+
+
+def _head(store: RunStore) -> dict[str, str]:
+    return {"kind": store.config["kind"], "config_hash": hash_of(store.config)}
+
+
+def phases(store: RunStore) -> dict[str, float]:
+    """Seconds of each phase over the whole run."""
+    totals: dict[str, float] = {}
+    for metrics in store.metrics():
+        for name, value in metrics.items():
+            if name.startswith("time/") and value is not None:
+                key = name.removeprefix("time/").removesuffix("_s")
+                totals[key] = totals.get(key, 0.0) + value
+    return totals
 
 
 def summary(cells: Sequence[Cell], stages: Sequence[str]) -> dict[str, Any]:
@@ -90,7 +110,15 @@ def training_section(name: str, run: Path, folder: Path) -> str:
     """Markdown: where a training job ended, and its plots."""
     store = RunStore.open(run)
     metrics = store.metrics()
-    lines = [f"## {name}", "", f"{store.config['kind']}, {len(metrics)} steps.", ""]
+    seconds = phases(store)
+    lines = [
+        f"## {name}",
+        "",
+        f"{store.config['kind']}, {len(metrics)} steps, {seconds.get('step', 0):.0f} s.",
+        "",
+    ]
+    lines += [_row(["phase", *seconds]), _row(["---", *["---:"] * len(seconds)])]
+    lines += [_row(["seconds", *(f"{s:.1f}" for s in seconds.values())]), ""]
     for image in training_plots(metrics, folder / "plots", name):
         lines.append(f"![{image.stem}]({os.path.relpath(image, folder)})")
     return "\n".join([*lines, ""])

@@ -94,7 +94,10 @@ def test_a_pipelines_report_gathers_its_jobs(tmp_path):
     report = pipeline_report(tmp_path / "pipe", runs)
     text = report.read_text()
     assert text.index("## evaluate") < text.index("## rl")
-    assert "rl, 3 steps." in text
+    assert "rl, 3 steps, 9 s." in text
+    stored = json.loads((tmp_path / "pipe" / "report.json").read_text())
+    assert stored["phases"]["rl"] == {"rollout": 6.0, "step": 9.0, "train": 3.0}
+    assert len(stored["cells"]) == 12
     for line in text.splitlines():
         if line.startswith("!["):
             assert (report.parent / line.split("(")[1].rstrip(")")).is_file()
