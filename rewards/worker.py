@@ -130,6 +130,8 @@ class RewardWorker:
         return rewards
 
     def _part(self, part: RewardPart, problem: Problem, views: Sequence[Scored]) -> list[Verdict]:
+        if not views:
+            return []
         name, arguments = arguments_of(part, problem)
         try:
             function = self.functions.get(name) or self.functions.setdefault(name, get_reward(name))

@@ -20,7 +20,7 @@ class RewardPart(Config):
     """``problem`` for the problem's own; or a name, ``package.module:function``, ``file.py:function`` or an
     ``http://`` address of `k3rl rewards serve`."""
     label: str | None = None
-    """Name in the breakdown; else the reward's name. Must be unique."""
+    """Name in the breakdown; else the reward's name, of a path or an address its last part. Must be unique."""
     weight: float = 1.0
     """Factor in the sum. 0: measured and stored, not counted."""
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -32,7 +32,12 @@ class RewardPart(Config):
 
     @property
     def key(self) -> str:
-        return self.label or self.reward
+        if self.label:
+            return self.label
+        _, colon, function = self.reward.rpartition(":")
+        if colon and not self.reward.startswith(("http://", "https://")):
+            return function
+        return self.reward.rstrip("/").rpartition("/")[2] if "/" in self.reward else self.reward
 
 
 class Replacement(Config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
@@ -216,3 +217,52 @@ def test_a_config_that_widens_or_names_nothing_is_refused():
         ReplaceOverBudget(curriculum=TauCurriculum(stages={"general": ({"low": 3},)}))
     with pytest.raises(ValidationError, match="above 0"):
         ReplaceOverBudget(tau={"general": {"low": 0}})
+
+
+def test_budgets_are_estimated_from_a_stored_evaluation_and_read_as_data(tmp_path):
+    """`k3rl budgets estimate RUN`: the columns that it writes are those that a job's data reads."""
+    from typer.testing import CliRunner
+
+    from k3rl.cli import app
+    from k3rl.data import load_problems
+    from k3rl.data.config import JsonlData
+    from k3rl.store import RunStore
+
+    problems = [make_problem(f"p{i}", {"name": "exact", "answer": "8"}) for i in range(3)]
+    data = tmp_path / "data.jsonl"
+    data.write_text(
+        "".join(json.dumps({"id": p.id, "messages": p.messages, "reward": p.reward}) + "\n" for p in problems)
+    )
+    store = RunStore.create(
+        tmp_path / "run", f"kind: evaluate\nname: run\nmodels: {{a: {{path: k3-nano}}}}\n"
+        f"evaluation: {{data: {{type: jsonl, path: {data}}}}}\n",
+    )  # fmt: skip
+    thoughts = {"p0": ["x" * 4, "x" * 10], "p1": ["x" * 20, "x" * 30], "p2": ["x", "x"]}
+    answers = {"p0": ["8", "8"], "p1": ["8", "9"], "p2": ["9", "9"]}
+    worker, rows = RewardWorker(RewardConfig(), RENDERER), []
+    for draw, problem in enumerate(problems):
+        pairs = zip(answers[problem.id], thoughts[problem.id], strict=True)
+        trajectories = [
+            group.trajectories[0] for group in (make_group([a], problem, think=t) for a, t in pairs)
+        ]
+        for sample, t in enumerate(trajectories):
+            t.draw, t.sample = draw, sample
+        for t, reward in zip(trajectories, worker.score(Group(problem, draw, trajectories)), strict=True):
+            t.reward = reward
+            rows.append(
+                rollout_row(t, problem, "evaluated:a", step=0, version=0, renderer=RENDERER, thinking=True)
+            )
+    worker.close()
+    store.write_rollouts(0, rows)
+    store.close()
+    out = tmp_path / "problems.jsonl"
+    arguments = ["budgets", "estimate", str(store.path), "--out", str(out), "--rho", "0.5"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "2 by solved" in result.output
+    assert "1 by domain" in result.output
+    found = load_problems(JsonlData(path=str(out)))
+    assert [found[i].id for i in range(3)] == ["p0", "p1", "p2"]
+    assert [found[i].budget_tokens for i in range(3)] == [7, 20, 10]  # p2: the median of 4, 10, 20
+    assert all(found[i].reward == problems[i].reward for i in range(3))
+    assert all(found[i].reference_length for i in range(3))
