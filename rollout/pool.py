@@ -50,6 +50,10 @@ class Progress:
     by_effort: dict[str, float]
 
 
+DETERMINISTIC_SLICE = 8
+"""Engine steps between two reports in deterministic mode."""
+
+
 class RolloutPool:
     """``make_worker`` builds worker i in its process. ``version`` is that of the weights it starts with.
 
@@ -76,6 +80,9 @@ class RolloutPool:
             make_worker, options=actor_options, placement_group=placement_group, bundles=bundles
         )
         self.fleet = Fleet(config, transport, version, clock, self.controller.lost, self._holding)
+        # Who is where when a step ends must not depend on the clock: slices are counted in engine steps, one at a time.
+        self._in_step = config.engine.type == "native" and config.engine.deterministic
+        self._calls = 1 if self._in_step else CALLS_UNDER_WAY
         self._open = True  # workers may take work
         self._draw: DrawProblem | None = None
         self._step_tokens = 0
@@ -285,7 +292,7 @@ class RolloutPool:
     def _give_work(self) -> None:
         """Own work first for everybody, then others'; workers with least get first."""
         ready = sorted((m for m in self.fleet.members if m.ready and not m.asleep), key=self._held)
-        work: dict[int, list[Any]] = {m.index: [] for m in ready if m.advances < CALLS_UNDER_WAY}
+        work: dict[int, list[Any]] = {m.index: [] for m in ready if m.advances < self._calls}
         for steal in (False, True):
             for member in ready:
                 if member.index in work:
@@ -321,7 +328,8 @@ class RolloutPool:
             self._reported(member, report)
 
         limit_s = self.config.call_timeout_s
-        self.fleet.call(member, "advance", "its report", limit_s, then, orders, self.config.slice_s)
+        slice_ = (self.config.slice_s, DETERMINISTIC_SLICE) if self._in_step else (self.config.slice_s,)
+        self.fleet.call(member, "advance", "its report", limit_s, then, orders, *slice_)
 
     def _reported(self, member: Member, report: Report) -> None:
         member.last = report

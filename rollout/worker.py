@@ -108,9 +108,10 @@ class RolloutWorker:
 
     # -- generating ----------------------------------------------------------------------------------------
 
-    def advance(self, orders: Orders, slice_s: float) -> Report:
-        """Do the orders, then run for about ``slice_s``, less if nothing is left to do."""
-        started = self._clock()
+    def advance(self, orders: Orders, slice_s: float, slice_steps: int = 0) -> Report:
+        """Do the orders, then run for about ``slice_s``, or for ``slice_steps`` engine steps where that is set; less if
+        nothing is left to do."""
+        started, steps = self._clock(), 0
         self._forget(orders.forget)
         self._discard(orders.discard)
         self._release(orders.release)
@@ -122,13 +123,15 @@ class RolloutWorker:
             if self.engine.pending():
                 for generation in self.engine.step():
                     self._turn_ended(generation)
+                steps += 1
             elif self._ticket_of:
                 before = self._clock()
                 self._take_answers(max(0.0, started + slice_s - before))
                 idle_s += self._clock() - before
             else:
                 break
-            if self._clock() - started >= slice_s:
+            counted = slice_steps > 0 and self.engine.pending() > 0
+            if steps >= slice_steps if counted else self._clock() - started >= slice_s:
                 break
         for run in list(self._runs.values()):
             self._flush(run)
