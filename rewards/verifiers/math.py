@@ -15,13 +15,15 @@ from fractions import Fraction
 import sympy
 
 from rewards.api import GraderError, Score, Scored, reward
-from rewards.verifiers.math_answer import Answer, Relation, Sequence, Union, Words, clean, read_answer
+from rewards.verifiers.math_answer import Answer, Relation, Sequence, Union, Words, read_answer
+from rewards.verifiers.math_clean import clean
 from rewards.verifiers.math_compare import equal_expressions
 from rewards.verifiers.math_extract import boxes, candidates
 from rewards.verifiers.math_parse import TooLarge, Unreadable, parse_expression
 from rewards.verifiers.math_same import same
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the time limits that we do without
+MAX_ANSWER_CHARACTERS = 5_000
 BEYOND = re.compile(r"\\(?:sum|prod|int|iint|oint|lim|mathbb|partial|bigcup|bigcap)(?![a-zA-Z])")
 # math-verify's parser computes what it reads: powers of powers, long exponents and large factorials stay out.
 ENORMOUS = re.compile(r"\^\s*\{[^{}]*\^|\^\s*[\w.]+\s*\^|\^\s*\{?\s*-?[\d.]{4,}|\d{4,}\s*!|!\s*!")
@@ -53,6 +55,8 @@ def judge(gold: str, response: str) -> tuple[str | None, bool]:
     )
     found = candidates(response, parts)
     for position, text in enumerate(found):
+        if len(text) > MAX_ANSWER_CHARACTERS:
+            continue
         read = read_answer(text)
         if equal_answers(right, read, gold, text):
             return text, True

@@ -10,34 +10,18 @@ from fractions import Fraction
 import sympy
 from sympy import Expr
 
+from rewards.verifiers.math_clean import clean
 from rewards.verifiers.math_parse import Unreadable, parse_expression
 from rewards.verifiers.math_units import UNITS, Unit
 
-UNICODE = str.maketrans({
-    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "∕": "/",
-    "π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "∪": "\\cup ",
-    "∩": "\\cap ", "∈": "\\in ", "±": "\\pm ", "∅": "\\emptyset ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ",
-    "°": "^\\circ ", "′": "'", "’": "'", "“": '"', "”": '"', "…": "\\ldots ", "½": "\\frac{1}{2}",
-    "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⅓": "\\frac{1}{3}", "⅔": "\\frac{2}{3}", "²": "^{2}", "³": "^{3}",
-    "\u00a0": " ", "\u2009": " ", "\u202f": " ", "％": "%", "，": ",", "（": "(", "）": ")", "：": ":", "＝": "=",
-})  # fmt: skip
-SPACING = re.compile(r"\\(?:[,;:! ]|quad\b|qquad\b|hspace\*?\{[^}]*\}|hfill\b|thinspace\b)|~")
-SIZES = re.compile(
-    r"\\(?:left|right|middle|bigl|bigr|biggl|biggr|Bigl|Bigr|Biggl|Biggr|big|Big|bigg|Bigg|displaystyle|textstyle"
-    r"|limits|nolimits|mathord|mathbin|bf|rm|it)(?![a-zA-Z])\.?"
-)
-WRAPPED = re.compile(
-    r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mathtt|mbox|hbox|boldsymbol|bm|emph"
-    r"|underline|overline|boxed|fbox|mathcal|mathbb|ensuremath)\s*\{([^{}]*)\}"
-)
-GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,(?:\\!)?|\{,\}|\\[,;:!] ?|[ ])\d{3})+(?![\d])")
 RELATIONS = {
     "\\leq": "<=", "\\le": "<=", "\\geq": ">=", "\\ge": ">=", "\\leqslant": "<=", "\\geqslant": ">=", "\\lt": "<",
     "\\gt": ">", "<=": "<=", ">=": ">=", "<": "<", ">": ">", "=": "=", "\\neq": "!=", "\\ne": "!=", "!=": "!=",
     "\\approx": "=", "\\equiv": "=", "\\in": "in", "\\implies": "=", "\\sim": "=",
 }  # fmt: skip
+SIGNS = sorted(RELATIONS, key=len, reverse=True)
 RELATION = re.compile(
-    "(" + "|".join(sorted(map(re.escape, RELATIONS), key=len, reverse=True)) + r")(?![a-zA-Z])"
+    "(" + "|".join(re.escape(s) + r"(?![a-zA-Z])" * s.startswith("\\") for s in SIGNS) + ")"
 )
 NOTHING = {"no solution", "no solutions", "none", "does not exist", "dne", "undefined", "\\emptyset", "\\varnothing",
            "empty set", "the empty set", "no real solution", "no real solutions", "\\{\\}"}  # fmt: skip
@@ -100,37 +84,6 @@ class Matrix:
 Answer = Value | Words | Sequence | Union | Relation | Ratio | Time | Matrix
 
 
-def clean(text: str) -> str:
-    """The same answer with one spelling for each thing that has many."""
-    text = text.strip().translate(UNICODE).strip("*` ").replace("\\\\", " \\cr ")
-    text = re.sub(r"√\s*(\w+|\()", lambda m: "sqrt" + (m[1] if m[1] == "(" else f"({m[1]})"), text)
-    text = (
-        text.replace("\\$", "\\text{$}").replace("\\%", "%").replace("**", "^" if "^" not in text else "**")
-    )
-    text = re.sub(r"^\s*(?:\$\$?|\\\[|\\\()|(?<![\d])(?:\$\$?|\\\]|\\\))\s*[.,;]?\s*$", "", text)
-    if text.count("$") and not re.search(r"\$\s*\d", text):
-        text = text.replace("$", "")
-    elif len(re.findall(r"(?<!\{)\$(?!\})", text)) >= 2 or re.search(r"\d\s*\$", text):
-        text = re.sub(r"(?<!\{)\$(?!\})", "", text)
-    text = GROUPED.sub(lambda m: re.sub(r"[^\d]", "", m[0]), text)
-    text = SIZES.sub("", SPACING.sub(" ", text)).replace("\\mathrm{e}", "e").replace("{,}", "")
-    text = re.sub(r"\\([dtc]frac)", r"\\frac", text)
-    for _ in range(4):
-        text = WRAPPED.sub(lambda m: f" {m[1]} " if len(m[1]) > 1 else m[1], text)
-    text = re.sub(r"\\(?:dots|cdots|ldots|dotsc|dotsb|dotso)|\.\.\.", r"\\ldots ", text)
-    text = (
-        re.sub(r"\\operatorname\*?\{(\w+)\}", r"\\\1 ", text)
-        .replace("\\langle", "(")
-        .replace("\\rangle", ")")
-    )
-    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", text).replace("\\degree", "°")
-    text = re.sub(r"(\d)\s*\(\s*mod\b.*$", r"\1", text)
-    text = " ".join(text.split())
-    while (stripped := text.strip().rstrip(".,;:").strip("*` ")) != text:
-        text = stripped
-    return text
-
-
 def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
     """Split where the separator stands outside all brackets. An interval's ``[0,1)`` is one pair of brackets
     too."""
@@ -173,6 +126,8 @@ def _read(text: str, depth: int) -> Answer:
     union = split_top(plain, CUP)
     if len(union) > 1:
         return Union(tuple(_read(p, depth + 1) for p in union))
+    if compound := _compound(plain):
+        return compound
     parts = split_top(plain, LIST)
     if len(parts) > 1 and all(parts):
         return _list(parts, depth)
@@ -195,8 +150,27 @@ def _read(text: str, depth: int) -> Answer:
     return read_value(plain) or Words(_words(plain))
 
 
+PIECE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)\s*([a-zA-Z]+)")
+
+
+def _compound(text: str) -> Value | None:
+    """``3 hours 20 minutes``, ``5 feet, 2 inches``: one value in its last unit."""
+    pieces = PIECE.findall(text)
+    rest = re.sub(r"[\s,]|\band\b", "", PIECE.sub("", text))
+    units = [UNITS.get(name.lower()) or UNITS.get(name.lower().removesuffix("s")) for _, name in pieces]
+    if len(pieces) < 2 or rest or any(u is None or not u.kind or u.kind != units[0].kind for u in units):
+        return None
+    factors = [u.factor for u in units if u is not None]
+    if factors != sorted(factors, reverse=True) or len(set(factors)) != len(factors):
+        return None  # 3 m and 4 m are two lengths
+    total = sum((Fraction(number) * factor for (number, _), factor in zip(pieces, factors)), Fraction(0))
+    last = total / factors[-1]
+    return Value(sympy.Rational(last.numerator, last.denominator), None, units[-1])
+
+
 def _words(text: str) -> str:
-    """Words compare without case, brackets and spaces around them."""
+    """Words compare without case, brackets, spaces around them and the word for what they are about."""
+    text = re.sub(r"(?<=\w)\s+(?:real\s+)?(?:solutions?|answers?|roots?)$", "", text)
     text = re.sub(r"\\(?:text|mathrm)?\s*", "", text)
     return re.sub(r"[\s(){}\[\]\"'.$]+", " ", text).strip().lower()
 

@@ -11,13 +11,14 @@ BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 MARK = re.compile(rf"(?P<box>{BOX.pattern})|\\.|[{{}}]", re.DOTALL)  # a brace after a backslash is no brace
 MAX_BOXES = 64
 PHRASE = re.compile(
-    r"(?:final\s+answer|answer|result)\s*(?:is|are|:|=|\*\*|will\s+be|would\s+be)+\s*:?\s*(?:\*\*)?\s*",
+    r"(?:final\s+answer|answer|result|(?:correct|right)\s+(?:option|choice))\s*(?:is|are|:|=|\*\*|will\s+be|would\s+be)+\s*:?\s*(?:\*\*)?\s*",
     re.IGNORECASE,
 )
 FORMULA = re.compile(  # with a longest length: openers that nothing closes cost no more
     r"(?<!\\)\$\$(.{1,2000}?)(?<!\\)\$\$|\\\[(.{1,2000}?)\\\]|\\\((.{1,2000}?)\\\)|(?<![\\\d])\$([^$\n]{1,2000}?)(?<!\\)\$",
     re.DOTALL,
 )
+CORRECTION = re.compile(r",?\s+(?:\(?not|instead\s+of|rather\s+than)\s")
 SENTENCE_END = re.compile(r"(?:[.!?](?=\s|$)|\n)")
 
 
@@ -90,7 +91,7 @@ def _together(group: list[str], parts: int) -> list[str]:
 def _after_phrase(rest: str, parts: int) -> list[str]:
     """What follows "the answer is": a formula that starts there, the sentence, its first number."""
     inside = formulas(rest)
-    sentence = SENTENCE_END.split(rest, maxsplit=1)[0]
+    sentence = CORRECTION.split(SENTENCE_END.split(rest, maxsplit=1)[0], maxsplit=1)[0]
     found = _together(inside[:parts], parts)
     if inside and rest.find(inside[0]) < max(4, len(sentence)):
         found.append(inside[0])

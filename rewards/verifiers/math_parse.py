@@ -13,6 +13,9 @@ import re
 import sympy
 from sympy import Expr, Integer, Rational
 
+SHORT_WORDS = frozenset(
+    ["all", "and", "any", "are", "but", "for", "not", "off", "one", "six", "ten", "the", "two", "was", "yes"]
+)
 MAX_BITS = 200_000
 MAX_FACTORIAL = 5_000
 MAX_ROOT = 10_000
@@ -276,7 +279,7 @@ class Parser:
         for word in sorted([*CONSTANTS, *FUNCTIONS, "sqrt", *GREEK], key=len, reverse=True):
             if len(word) > 1 and token.startswith(word) and len(token) - len(word) <= 2:
                 return self._rest(word, token[len(word) :])
-        if len(token) > 3:
+        if len(token) > 3 or token.lower() in SHORT_WORDS:
             raise Unreadable(f"'{token}' is a word")
         return self._rest(token[0], token[1:])
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import random
 import re
 import threading
+import time
 from functools import cache
 
 import pytest
-from math_pairs import PAIRS
+from math_pairs import PAIRS as FIRST
+from math_pairs_later import LATER_PAIRS
 from reward_helpers import RENDERER, make_group, make_problem
 
 from k3rl.config.rewards import RewardConfig
@@ -17,6 +20,7 @@ from k3rl.types import Outcome
 from rewards.verifiers.math import judge
 from rewards.worker import RewardWorker
 
+PAIRS = {**FIRST, "second table": LATER_PAIRS}
 ROWS = [(kind, gold, response, right) for kind, rows in PAIRS.items() for gold, response, right in rows]
 
 
@@ -135,3 +139,39 @@ def test_a_gold_answer_that_is_empty_is_the_graders_failure():
         assert reward.total == 1.0
     finally:
         worker.close()
+
+
+def test_answers_mangled_at_random_are_judged_and_break_nothing():
+    """Texts of the tables with pieces of others put in: no exception, no long computation."""
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    rng = random.Random(seed)
+    texts = [
+        t for _, gold, response, _ in ROWS for t in (gold, response) if not re.search(r"\\\\(sum|int)", t)
+    ]
+    pieces = [
+        *texts,
+        *r"\{}()[]$^_,;:.0!=<>|%&",
+        r"\frac",
+        r"\sqrt",
+        r"\boxed{",
+        "9" * 50,
+        "10^{9000}",
+        "e^{e^9}",
+        "log_0",
+    ]
+
+    def mangled() -> str:
+        text = rng.choice(texts)
+        for _ in range(rng.randint(0, 3)):
+            at = rng.randrange(len(text) + 1)
+            text = text[:at] + rng.choice(pieces) + text[at + rng.randrange(3) :]
+        return text
+
+    slowest = 0.0
+    for _ in range(1200):
+        gold, response = mangled(), mangled()
+        began = time.perf_counter()
+        assert judge(gold, response)[1] in (True, False)
+        slowest = max(slowest, time.perf_counter() - began)
+    assert slowest < 8.0
