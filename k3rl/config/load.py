@@ -35,7 +35,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     for text in overrides:
         tree = _override(tree, text, origin)
     try:
-        plain = OmegaConf.to_container(tree, resolve=True)
+        plain = typing.cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: {str(error).splitlines()[0]}") from error
     plain.setdefault("name", path.stem)
@@ -81,7 +81,8 @@ def _merge_files(path: Path, origin: dict[tuple[str, ...], str], seen: tuple[Pat
     parents = [parents] if isinstance(parents, str) else parents
     tree = OmegaConf.create({})
     for parent in parents:
-        tree = OmegaConf.merge(tree, _merge_files(path.parent / parent, origin, (*seen, path.resolve())))
+        below = _merge_files(path.parent / parent, origin, (*seen, path.resolve()))
+        tree = typing.cast(DictConfig, OmegaConf.merge(tree, below))
     for key in _paths(content):
         origin[key] = str(path)
     return typing.cast(DictConfig, OmegaConf.merge(tree, OmegaConf.create(content)))

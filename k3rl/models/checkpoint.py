@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from k3rl.errors import UserError
 from k3rl.models.config import read_json
+from k3rl.quant.mx import NAN_SCALE, unpack_mxfp4
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -123,29 +123,10 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 pair = halves.setdefault(base, {})
                 pair[kind] = handle.get_tensor(name)
                 if len(pair) == 2:
-                    yield f"{base}.weight", unpack_mxfp4(pair["weight_packed"], pair["weight_scale"], base)
+                    packed, scale = pair["weight_packed"], pair["weight_scale"]
+                    if bool((scale == NAN_SCALE).any()):
+                        raise UserError(f"{folder}: '{base}.weight_scale' holds 255, which is NaN")
+                    yield f"{base}.weight", unpack_mxfp4(packed, scale, name=base)
                     del halves[base]
     if halves:
         raise UserError(f"{folder}: '{min(halves)}' has only one of weight_packed and weight_scale")
-
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def unpack_mxfp4(packed: Tensor, scale: Tensor, name: str = "tensor") -> Tensor:
-    """Decode MXFP4 to bfloat16, exactly. Packed uint8 [out, in/2], low nibble first; scale uint8 [out, in/32].
-
-    value = LUT[nibble] * 2^(scale - 127). Raises UserError for other shapes, and for scale 255 (NaN).
-    """
-    if packed.dtype != torch.uint8 or scale.dtype != torch.uint8 or packed.shape[-1] != scale.shape[-1] * 16:
-        raise UserError(
-            f"{name}: packed {tuple(packed.shape)} {packed.dtype} and scale {tuple(scale.shape)} {scale.dtype} "
-            "are not an MXFP4 pair"
-        )
-    if bool((scale == 255).any()):
-        raise UserError(f"{name}: weight_scale holds 255, which is NaN")
-    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=packed.device)
-    nibbles = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-    values = table[nibbles.long()].unflatten(-1, (-1, 32))
-    factors = torch.exp2(scale.float() - 127)[..., None]
-    return (values * factors).flatten(-2).to(torch.bfloat16)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from k3rl.errors import UserError
 from k3rl.models import ModelConfig, build_model, load_model, save_model
-from k3rl.models.checkpoint import INDEX, SINGLE, unpack_mxfp4
+from k3rl.models.checkpoint import INDEX, SINGLE, read_tensors
 from k3rl.models.config import config_json, parse_k3_config, preset
 from k3rl.models.k3.model import K3Model
+from k3rl.quant import unpack_mxfp4
 
 # Released text tensors (spec/05 §2), layer numbers and experts left out: name, shape, type; BF16 unless stated.
 F32, BF16 = torch.float32, torch.bfloat16
@@ -216,8 +217,9 @@ def test_malformed_packed_experts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not an MXFP4 pair"):
         unpack_mxfp4(pair["weight_packed"], pair["weight_scale"][:, :1])
     pair["weight_scale"][0, 0] = 255
+    save_file({f"w1.{k}": v.contiguous() for k, v in pair.items()}, tmp_path / SINGLE)
     with pytest.raises(UserError, match="NaN"):
-        unpack_mxfp4(pair["weight_packed"], pair["weight_scale"])
+        dict(read_tensors(tmp_path))
 
 
 def _edit(folder: Path, change) -> None:
