@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from k3rl.config.base import Config
 from k3rl.errors import UserError, nearest
 from k3rl.models.presets import PRESETS, every_nth
+from k3rl.quant.config import QatConfig
 
 
 class ModelConfig(Config):
@@ -28,6 +29,8 @@ class ModelConfig(Config):
     """Recompute each layer in the backward pass instead of keeping its activations."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Architecture fields to change, by their name in `config.json`; only for a model that is built, not loaded."""
+    qat: QatConfig | None = None
+    """Quantisation-aware training: weights (and activations, by choice) pass through MX formats wherever it runs."""
 
 
 class LinearAttnConfig(Config):

@@ -17,6 +17,7 @@ from k3rl.models.config import PRESETS, K3Config, ModelConfig, parse_k3_config, 
 from k3rl.models.k3.model import K3Model
 from k3rl.models.smollm2 import NAME as SMOLLM2
 from k3rl.models.smollm2 import smollm2_folder
+from k3rl.quant.qat import prepare
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json",
@@ -48,8 +49,7 @@ def load_model(
         model: LanguageModel = _load_k3(folder, raw, torch.device(device), dtype)
     else:
         model = _load_hf(folder, raw, torch.device(device), dtype)
-    model.activation_checkpointing = config.activation_checkpointing
-    return model.eval()
+    return _ready(model, config)
 
 
 def build_model(
@@ -71,7 +71,13 @@ def build_model(
             model.reset_parameters(seed)
         else:
             model = _build_hf(folder, config.overrides, seed, torch.device(device), dtype)
+    return _ready(model, config)
+
+
+def _ready(model: LanguageModel, config: ModelConfig) -> LanguageModel:
     model.activation_checkpointing = config.activation_checkpointing
+    if config.qat is not None:
+        prepare(model, config.qat)
     return model.eval()
 
 

@@ -168,10 +168,9 @@ def _share(flags: Iterable[Any]) -> float:
 def sft_metrics(outputs: Sequence[StepOutput]) -> dict[str, float]:
     """Of all ranks: ``loss`` (weighted), ``nll`` and ``entropy`` per token in nats, and speed."""
     metrics = speed(outputs)
-    for name in ("nll", "entropy"):
+    for name in dict.fromkeys(name for o in outputs for name in o.sums):
         sums = [o.sums[name] for o in outputs if name in o.sums]
-        if sums:
-            metrics[f"train/{name}"] = sum(sums[1:], sums[0]).mean
+        metrics[name if "/" in name else f"train/{name}"] = sum(sums[1:], sums[0]).mean
     return metrics
 
 

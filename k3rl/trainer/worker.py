@@ -23,6 +23,7 @@ from k3rl.config.trainer import TrainerConfig
 from k3rl.errors import RunError, UserError
 from k3rl.models import LanguageModel, ModelConfig, load_model
 from k3rl.optim import RouterBalancing
+from k3rl.quant import qat
 from k3rl.trainer import checkpoint, memory, offload, packing
 from k3rl.trainer.diagnostics import Columns, diagnose, sft_metrics
 from k3rl.trainer.distributed import World
@@ -343,6 +344,8 @@ class TrainerWorker:
             torch.cuda.synchronize(self.device)
         output.seconds_s = time.monotonic() - started
         output.peak_bytes = memory.peak_bytes(self.device)
+        for name, (total, count) in qat.statistics(self.model).items():
+            output.sums[name] = Sum(torch.tensor(total), torch.tensor(count))
         return output
 
     def _apply(self, output: StepOutput) -> None:
