@@ -158,6 +158,8 @@ class RewardFunction:
 
 
 REGISTERED: dict[str, RewardFunction] = {}
+CLASHES: dict[str, list[str]] = {}
+"""Names that two rewards claim. They can be used by path; asking for one by name is refused."""
 
 
 def reward(
@@ -196,12 +198,13 @@ def reward(
             )
         found = REGISTERED.get(key)
         origin = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
-        if found is not None and found.origin != origin and not _same_source(found.function, function):
-            raise UserError(f"two rewards are called '{key}': {found.origin} and {origin}")
-        REGISTERED[key] = RewardFunction(
+        record = RewardFunction(
             key, function, scope, depends, trusted, deterministic, timeout_s, fresh, sandbox, origin
         )
-        function.__k3rl_reward__ = REGISTERED[key]  # type: ignore[attr-defined]
+        if found is not None and found.origin != origin and not _same_source(found.function, function):
+            CLASHES.setdefault(key, [found.origin]).append(origin)
+        REGISTERED[key] = record
+        function.__k3rl_reward__ = record  # type: ignore[attr-defined]
         return function
 
     return register

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 
 from k3rl.data.functions import find_object, load_file
 from k3rl.errors import UserError, nearest
-from rewards.api import REGISTERED, RewardFunction
+from rewards.api import CLASHES, REGISTERED, RewardFunction
 
 ENTRY_POINT_GROUP = "k3rl.rewards"
 
@@ -49,10 +49,13 @@ def is_remote(name: str) -> bool:
 
 def get_reward(name: str) -> RewardFunction:
     """The reward called ``name``. Raises `UserError` with the nearest known name."""
-    if name in REGISTERED:
-        return REGISTERED[name]
     if name in BUILT_IN:
         importlib.import_module(BUILT_IN[name])
+    if name in CLASHES:
+        raise UserError(
+            f"several rewards are called '{name}' ({', '.join(CLASHES[name])}): name one by its path"
+        )
+    if name in REGISTERED:
         return REGISTERED[name]
     if is_remote(name):
         from rewards.remote import remote_reward

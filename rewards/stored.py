@@ -5,6 +5,7 @@ The problems' rewards and answers are those of the data that the run's config na
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -72,9 +73,8 @@ def read_groups(path: Path, problems: bool = True, limit: int | None = None) -> 
                 return
             some = some[:left]
             left -= len(some)
-            yield _group(
-                some, source.problem(some[0]) if source else problem_of(some[0]), renderer_of_run(file)
-            )
+            problem = source.problem(some[0]) if source else problem_of(some[0])
+            yield _group(some, problem, renderer_of_run(file), _thinks(file))
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -95,15 +95,21 @@ def _by_draw(rows: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     return {draw: sorted(some, key=lambda r: r["sample"]) for draw, some in found.items()}
 
 
-def _group(rows: list[dict[str, Any]], problem: Problem, renderer: Renderer | None) -> StoredGroup:
+def _thinks(file: Path) -> bool:
+    """Did the run sample a think channel?"""
+    run = run_of(file)
+    return run is None or bool(_config(run).get("thinking", True))
+
+
+def _group(
+    rows: list[dict[str, Any]], problem: Problem, renderer: Renderer | None, thinking: bool
+) -> StoredGroup:
     views, rewards = [], []
     for row in rows:
         trajectory = trajectory_of(row)
         own = replace(problem, effort=trajectory.effort)
         if renderer is not None:
-            view = scored_view(
-                own, trajectory, renderer, "think" in set(row["channels"]) or bool(row["reasoning"])
-            )
+            view = scored_view(own, trajectory, renderer, thinking)
         else:
             view = Scored(own, ParsedResponse(row["reasoning"] or "", row["content"] or ""), trajectory)
         views.append(view)
@@ -171,6 +177,11 @@ def run_of(file: Path) -> Path | None:
     return folder if (folder / "config.yaml").is_file() else None
 
 
+@functools.lru_cache(maxsize=16)
+def _config(run: Path) -> dict[str, Any]:
+    return yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+
+
 _renderers: dict[Path, Renderer | None] = {}
 
 
@@ -180,7 +191,7 @@ def renderer_of_run(file: Path) -> Renderer | None:
     if run is None:
         return None
     if run not in _renderers:
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        config = _config(run)
         models = [config["model"]] if "model" in config else list(config.get("models", {}).values())
         saved = sorted(run.glob("checkpoints/*/trainer/model"))[-1:]
         _renderers[run] = _first_renderer([m["path"] for m in models] + [str(s) for s in saved])
@@ -204,7 +215,7 @@ class _Source:
     def __init__(self, run: Path) -> None:
         from pydantic import TypeAdapter
 
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        config = _config(run)
         data = config.get("data") or config.get("evaluation", {}).get("data")
         if data is None:
             raise UserError(f"{run}/config.yaml names no problems")

@@ -146,9 +146,7 @@ def test_answers_mangled_at_random_are_judged_and_break_nothing():
     seed = random.randrange(1 << 30)
     print("seed", seed)
     rng = random.Random(seed)
-    texts = [
-        t for _, gold, response, _ in ROWS for t in (gold, response) if not re.search(r"\\(sum|int)", t)
-    ]
+    texts = [t for _, gold, response, _ in ROWS for t in (gold, response) if not re.search(r"\\(sum|int)", t)]
     pieces = [
         *texts,
         *r"\{}()[]$^_,;:.0!=<>|%&",

@@ -15,7 +15,7 @@ from k3rl.config.rewards import Replacement, RewardConfig, RewardPart
 from k3rl.errors import UserError
 from k3rl.types import Author, Channel, Group, Outcome, Segment, Status
 from rewards import GraderError, JudgeError, Score, Scored, reward
-from rewards.api import REGISTERED, Verdict, as_score
+from rewards.api import CLASHES, REGISTERED, Verdict, as_score
 from rewards.calls import call_reward
 from rewards.compose import combine
 from rewards.registry import BUILT_IN, get_reward, load_modules
@@ -30,6 +30,7 @@ def clean_registry():
     yield
     REGISTERED.clear()
     REGISTERED.update(before)
+    CLASHES.clear()
 
 
 def verdicts(function, contents: list[str], timeout_s: float | None = None, **arguments) -> list[Verdict]:
@@ -218,16 +219,28 @@ def test_however_it_is_found_it_is_found_in_its_own_process_too(tmp_path, monkey
         worker.close()
 
 
-def test_two_rewards_of_one_name_are_refused(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.py").write_text(OWN.format(name="twice"))
+def test_a_name_that_two_rewards_claim_is_refused_and_their_paths_are_not(tmp_path):
+    for name, value in (("a", "0.5"), ("b", "0.75")):
+        (tmp_path / f"{name}.py").write_text(OWN.format(name="twice").replace("0.5", value))
+        load_modules([str(tmp_path / f"{name}.py")])
+    with pytest.raises(UserError, match="several rewards are called 'twice'"):
+        get_reward("twice")
+    for name, value in (("a", 0.5), ("b", 0.75)):
+        assert get_reward(f"{tmp_path}/{name}.py:registered").function(None) == value
+
+
+def test_a_file_that_was_edited_replaces_its_own_rewards(tmp_path):
+    for value in ("0.5", "0.75"):
+        (tmp_path / "a.py").write_text(OWN.format(name="edited").replace("0.5", value))
+        load_modules([str(tmp_path / "a.py")])
+    assert get_reward("edited").function(None) == 0.75
+
+
+def test_a_built_in_name_is_not_taken_over_silently(tmp_path):
+    (tmp_path / "a.py").write_text(OWN.format(name="numeric"))
     load_modules([str(tmp_path / "a.py")])
-    with pytest.raises(UserError, match="two rewards are called 'twice'"):
-        load_modules([str(tmp_path / "b.py")])
-    text = OWN.format(name="twice").replace("0.5", "0.75")
-    (tmp_path / "a.py").write_text(text)
-    load_modules([str(tmp_path / "a.py")])
-    assert get_reward("twice").function(None) == 0.75  # the same file, edited
+    with pytest.raises(UserError, match="several rewards are called 'numeric'"):
+        get_reward("numeric")
 
 
 def test_labels_are_the_last_part_of_a_path_and_must_differ():
