@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import yaml
@@ -38,6 +38,8 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="key=value pairs that replace what the file says, such as `steps=2`."),
 ]
+Form = Literal["same", "bf16", "mxfp4"]
+Rule = Literal["ceil", "floor", "even"]
 ConfigFile = Annotated[
     Path, typer.Argument(help="A YAML config, such as `configs/quickstart.yaml`.", metavar="CONFIG")
 ]
@@ -72,21 +74,63 @@ def evaluate(
 @app.command()
 def view(
     runs: Annotated[
-        list[Path], typer.Argument(help="Run folders, or folders that hold runs.", metavar="RUN...")
+        list[Path],
+        typer.Argument(
+            help="Run folders, folders that hold runs, or files of rollouts or messages.", metavar="RUN..."
+        ),
     ],
     port: Annotated[int, typer.Option(help="0: any free port.")] = 8800,
     host: Annotated[
         str, typer.Option(help="Anything but loopback needs the access token that is printed.")
     ] = "127.0.0.1",
+    module: Annotated[
+        list[str] | None,
+        typer.Option("--module", "-m", help="A module or .py file whose rewards can be run again."),
+    ] = None,
     text: Annotated[bool, typer.Option("--text", help="List and show in the terminal instead.")] = False,
+    filter_: Annotated[
+        str, typer.Option("--filter", help='With --text: such as `reward < 0.2 and text ~ "foo"`.')
+    ] = "",
+    sort: Annotated[str, typer.Option(help="With --text: a column; -reward for largest first.")] = "",
+    limit: Annotated[int, typer.Option(help="With --text: rows to list.")] = 20,
+    show: Annotated[
+        str, typer.Option(help="With --text: one rollout in full, as [RUN:]STEP/DRAW.SAMPLE.")
+    ] = "",
 ) -> None:
     """Open runs in the browser: metrics, and every rollout with its tokens."""
     from k3rl.viewer import serve, show_text
 
     if text:
-        show_text(runs)
+        show_text(runs, filter=filter_, sort=sort, limit=limit, show=show)
     else:
-        serve(runs, port=port, host=host)
+        serve(runs, port=port, host=host, modules=tuple(module or ()))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")],
+    to: Annotated[Path, typer.Option(help="Folder to make.")],
+    form: Annotated[
+        Form,
+        typer.Option(
+            "--format", help="`same` as trained, `bf16`, or `mxfp4`: packed experts, the rest bf16."
+        ),
+    ] = "same",
+    rule: Annotated[Rule, typer.Option(help="MXFP4: how a block's scale is chosen.")] = "ceil",
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="MXFP4: patterns of linear modules to pack; routed experts by default."),
+    ] = None,
+) -> None:
+    """Write a run's last model as a folder that transformers and vLLM load."""
+    from k3rl.quant.export import EXPERTS, Packer
+    from k3rl.trainer.export import export as write
+
+    packer = Packer(tuple(target or (EXPERTS,)), rule)
+    written = write(run, to, form=form, packer=packer)
+    for layer, error in packer.errors.items():
+        typer.echo(f"{layer}  relative error {error:.4f}")
+    typer.echo(f"{written}: {form}")
 
 
 @app.command()

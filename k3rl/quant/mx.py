@@ -108,8 +108,15 @@ def fake_quantise(x: Tensor, element: ElementFormat = E2M1, rule: Rule = "ceil")
 
 
 def quantise_mxfp4(weight: Tensor, rule: Rule = "ceil") -> tuple[Tensor, Tensor]:
-    """Weight [..., out, in] to packed bytes [..., out, in/2] and scale bytes [..., out, in/32], both uint8."""
+    """Weight [..., out, in] to packed bytes [..., out, in/2] and scale bytes [..., out, in/32], both uint8.
+
+    A block whose largest element is 3 is stored doubled under half the scale: the same values, and the bytes that they
+    quantise to again, so that a checkpoint that is loaded and written once more keeps its bytes.
+    """
     elements, scale = _elements(weight, E2M1, rule)
+    doubled = (elements.abs().amax(-1) == 3) & (scale > 0) & (scale < NAN_SCALE)
+    elements = torch.where(doubled[..., None], 2 * elements, elements)
+    scale = scale - doubled.to(torch.uint8)
     codes = torch.bucketize(elements.abs().flatten(-2), elements.new_tensor(VALUES)).to(torch.uint8)
     signs = torch.signbit(elements).flatten(-2).to(torch.uint8)
     return pack_mxfp4(codes | signs << 3), scale

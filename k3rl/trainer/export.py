@@ -7,12 +7,17 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any, Literal
 from uuid import uuid4
 
 from k3rl.errors import UserError
-from k3rl.models.checkpoint import weight_map
+from k3rl.models.checkpoint import INDEX, read_tensors, weight_map, write_shards
+from k3rl.models.config import read_json
 from k3rl.models.loading import TOKENIZER_FILES
+from k3rl.quant.export import Packer, in_bfloat16
 from k3rl.trainer.checkpoint import read_facts
+
+Form = Literal["same", "bf16", "mxfp4"]
 
 
 def latest_checkpoint(run: Path | str) -> Path:
@@ -41,11 +46,18 @@ def trainer_folder(checkpoint: Path) -> Path | None:
     return None
 
 
-def export(source: Path | str, target: Path | str, tokenizer_dir: Path | str | None = None) -> Path:
-    """Copy the model of a run or checkpoint to ``target``, whole or not at all; returns the target.
+def export(
+    source: Path | str,
+    target: Path | str,
+    tokenizer_dir: Path | str | None = None,
+    form: Form = "same",
+    packer: Packer | None = None,
+) -> Path:
+    """The model of a run or checkpoint to ``target``, whole or not at all; returns the target.
 
-    The tokenizer's files come along where the checkpoint has them, or from ``tokenizer_dir``. `UserError`
-    where the source has no complete model or the target exists.
+    ``same`` copies, ``bf16`` casts, ``mxfp4`` packs what ``packer`` says (routed experts by default), casts the rest.
+    The tokenizer's files come along where the checkpoint has them, or from ``tokenizer_dir``. `UserError` where the
+    source has no complete model, nothing is there to pack, or the target exists.
     """
     checkpoint = latest_checkpoint(source)
     folder = trainer_folder(checkpoint)
@@ -56,8 +68,12 @@ def export(source: Path | str, target: Path | str, tokenizer_dir: Path | str | N
         raise UserError(f"{target} exists already")
     if not (model / "config.json").exists():
         raise UserError(f"{model}: no config.json; the checkpoint is not complete")
-    files = {path.name: path for path in weight_map(model).values()}
-    files |= {p.name: p for p in model.iterdir() if p.suffix == ".json" or p.name in TOKENIZER_FILES}
+    files = {path.name: path for path in weight_map(model).values()} if form == "same" else {}
+    files |= {
+        p.name: p
+        for p in model.iterdir()
+        if (p.suffix == ".json" and (form == "same" or p.name != INDEX)) or p.name in TOKENIZER_FILES
+    }
     for name in TOKENIZER_FILES if tokenizer_dir is not None else ():
         path = Path(tokenizer_dir) / name
         if path.exists():
@@ -67,10 +83,26 @@ def export(source: Path | str, target: Path | str, tokenizer_dir: Path | str | N
     try:
         for name, path in files.items():
             shutil.copyfile(path, temporary / name)
-        origin = {"checkpoint": str(checkpoint), "version": facts["version"]}
+        origin = {"checkpoint": str(checkpoint), "version": facts["version"], "format": form}
+        if form != "same":
+            origin |= _convert(model, temporary, form, packer or Packer())
         (temporary / "k3rl.json").write_text(json.dumps(origin, indent=2) + "\n")
         os.replace(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return target
+
+
+def _convert(model: Path, target: Path, form: Form, packer: Packer) -> dict[str, Any]:
+    """Weights and config.json in another format; returns what there is to say about it."""
+    tensors = read_tensors(model)
+    write_shards(target, packer.packed(tensors) if form == "mxfp4" else in_bfloat16(tensors))
+    config = read_json(model / "config.json")
+    for part in (config, config.get("text_config", config)):
+        part["dtype"] = "bfloat16"
+        part.pop("torch_dtype", None)
+        if form == "mxfp4":
+            part["quantization_config"] = packer.declaration()
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return {"rule": packer.rule, "relative_error": packer.errors} if form == "mxfp4" else {}
