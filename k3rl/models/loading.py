@@ -164,6 +164,15 @@ def check_fits(config: ModelConfig, device: str, bytes_per_parameter: int = 0) -
     return vocabulary
 
 
+def float32_weights(folder: Path) -> set[str]:
+    """Names of weights that stay float32 in a bfloat16 model of this kind (spec/05: decays, router biases)."""
+    raw = read_json(folder / "config.json")
+    if "attn_res_block_size" not in raw.get("text_config", raw):
+        return set()
+    model = K3Model(parse_k3_config(raw, str(folder / "config.json")), torch.bfloat16, "meta")
+    return {name for name, tensor in model.named_weights() if tensor.dtype == torch.float32}
+
+
 def free_memory(device: torch.device) -> int | None:
     """Free bytes, or None where that cannot be known."""
     if device.type == "cuda":

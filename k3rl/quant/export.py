@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,11 +21,13 @@ IGNORED_BY_K3 = (
 """As released. The list is not complete (it lacks the latent projections): readers go by the names on disk."""
 
 
-def in_bfloat16(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Floating-point tensors in bfloat16, except biases that only select experts, which stay as they are."""
+def in_bfloat16(
+    tensors: Iterable[tuple[str, Tensor]], keep: Container[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Floating-point tensors in bfloat16, except those in ``keep``: the few that a model holds in float32."""
     for name, tensor in tensors:
-        keep = not tensor.is_floating_point() or name.endswith("e_score_correction_bias")
-        yield name, tensor if keep else tensor.to(torch.bfloat16)
+        stays = name in keep or not tensor.is_floating_point()
+        yield name, tensor if stays else tensor.to(torch.bfloat16)
 
 
 class Packer:
@@ -33,7 +35,7 @@ class Packer:
     (root of summed squares) and ``left`` the matrices that were not packed."""
 
     def __init__(self, targets: Sequence[str] = (EXPERTS,), rule: Rule = "ceil") -> None:
-        self.targets, self.rule = targets, rule
+        self.targets, self.rule = tuple(targets), rule
         self.left: list[str] = []
         self._squares: dict[str, tuple[float, float]] = {}
 
@@ -44,7 +46,9 @@ class Packer:
             for layer, (error, square) in self._squares.items()
         }
 
-    def packed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def packed(
+        self, tensors: Iterable[tuple[str, Tensor]], keep: Container[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         """Raises `UserError` where a target's inputs do not fill blocks of 32, or nothing is a target."""
         count = 0
         for name, tensor in tensors:
@@ -52,7 +56,7 @@ class Packer:
             if kind != "weight" or tensor.dim() != 2 or not self._is_target(base):
                 if kind == "weight" and tensor.dim() == 2:
                     self.left.append(base)
-                yield from in_bfloat16([(name, tensor)])
+                yield from in_bfloat16([(name, tensor)], keep)
                 continue
             if tensor.shape[1] % BLOCK:
                 raise UserError(f"{name} has {tensor.shape[1]} inputs, MXFP4 needs a multiple of {BLOCK}")
@@ -83,7 +87,7 @@ class Packer:
 
     def declaration(self) -> dict[str, Any]:
         """``quantization_config`` of config.json, as compressed-tensors reads it."""
-        ignored = list(IGNORED_BY_K3) if tuple(self.targets) == (EXPERTS,) else self.left
+        ignored = list(IGNORED_BY_K3) if self.targets == (EXPERTS,) else self.left
         weights = {
             "num_bits": 4, "type": "float", "strategy": "group", "group_size": BLOCK, "symmetric": True,
             "dynamic": False, "actorder": None, "observer": "minmax", "scale_dtype": "torch.uint8", "zp_dtype": None,

@@ -13,7 +13,7 @@ from uuid import uuid4
 from k3rl.errors import UserError
 from k3rl.models.checkpoint import INDEX, read_tensors, weight_map, write_shards
 from k3rl.models.config import read_json
-from k3rl.models.loading import TOKENIZER_FILES
+from k3rl.models.loading import TOKENIZER_FILES, float32_weights
 from k3rl.quant.export import Packer, in_bfloat16
 from k3rl.trainer.checkpoint import read_facts
 
@@ -97,7 +97,8 @@ def export(
 def _convert(model: Path, target: Path, form: Form, packer: Packer) -> dict[str, Any]:
     """Weights and config.json in another format; returns what there is to say about it."""
     tensors = read_tensors(model)
-    write_shards(target, packer.packed(tensors) if form == "mxfp4" else in_bfloat16(tensors))
+    keep = float32_weights(model)
+    write_shards(target, packer.packed(tensors, keep) if form == "mxfp4" else in_bfloat16(tensors, keep))
     config = read_json(model / "config.json")
     for part in (config, config.get("text_config", config)):
         part["dtype"] = "bfloat16"

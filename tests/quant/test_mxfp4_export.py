@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from k3rl.errors import UserError
 from k3rl.models import ModelConfig, build_model, load_model, save_model
+from k3rl.models.loading import float32_weights
 from k3rl.quant import fake_quantise, unpack_mxfp4
 from k3rl.quant.config import QatConfig
 from k3rl.quant.export import Packer
@@ -34,6 +35,7 @@ def test_experts_are_packed_and_the_rest_is_bfloat16(trained):
     packer = Packer()
     out = export(checkpoint(folder / "a", model), folder / "out", form="mxfp4", packer=packer)
     stored = load_file(out / "model.safetensors")
+    kept = float32_weights(out)
     for name, weight in model.named_weights():
         base = name.removesuffix(".weight")
         if ".experts." in name and "shared" not in name:
@@ -41,7 +43,9 @@ def test_experts_are_packed_and_the_rest_is_bfloat16(trained):
                 stored[f"{base}.weight_packed"], stored[f"{base}.weight_scale"], torch.float32
             )
             assert torch.equal(values, fake_quantise(weight.detach()))
-        elif "correction_bias" not in name:
+        elif name in kept:
+            assert torch.equal(stored[name], weight.detach())
+        else:
             assert torch.equal(stored[name], weight.detach().to(torch.bfloat16))
     config = json.loads((out / "config.json").read_text())
     declared = config["text_config"]["quantization_config"]
@@ -101,7 +105,7 @@ def test_bf16_loads_and_nothing_to_pack_is_said(trained):
         load_model(ModelConfig(path=str(export(source, folder / "out", form="bf16")))).named_weights()
     )
     for name, weight in model.named_weights():
-        if "correction_bias" not in name:
+        if name not in float32_weights(folder / "out"):
             assert torch.equal(loaded[name], weight.to(torch.bfloat16).float())
     with pytest.raises(UserError, match="nothing to pack"):
         export(source, folder / "none", form="mxfp4", packer=Packer(targets=("*.fc1",)))
