@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from k3rl.chat.renderer import Renderer
@@ -63,27 +63,33 @@ def scored_view(
 
 def arguments_of(part: RewardPart, problem: Problem) -> tuple[str, dict[str, Any]]:
     """The name of a part's reward for a problem, and its arguments."""
-    own = {k: v for k, v in problem.reward.items() if k != "name"}
+    own = {k: v for k, v in (problem.reward or {}).items() if k != "name"}
     if part.reward == PROBLEM:
         return problem.reward["name"], {**own, **part.arguments}
     answer = {"answer": own["answer"]} if "answer" in own else {}
     return part.reward, {**answer, **part.arguments}
 
 
-def check_rewards(config: RewardConfig, problems: Sequence[Problem]) -> None:
-    """Every reward exists and gets the arguments it needs, for every problem. Raises `UserError`; before
-    Ray."""
+def check_rewards(config: RewardConfig, problems: Iterable[Problem]) -> None:
+    """Every reward exists and gets the arguments that it needs, for every problem. Raises `UserError`."""
     load_modules(config.modules)
+    functions: dict[str, RewardFunction] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     for problem in problems:
         for part in config.parts:
+            if part.reward == PROBLEM and not (problem.reward or {}).get("name"):
+                raise UserError(
+                    f"problem '{problem.id}' names no reward: give its row a 'reward', its source one, or list "
+                    "rewards.parts"
+                )
             name, arguments = arguments_of(part, problem)
             key = (name, frozenset(arguments))
             if key in seen:
                 continue
             seen.add(key)
             try:
-                get_reward(name).bind(arguments)
+                functions[name] = functions.get(name) or get_reward(name)
+                functions[name].bind(arguments)
             except UserError as error:
                 raise UserError(f"problem '{problem.id}': {error}") from error
 

@@ -172,8 +172,8 @@ class RewardConfig(Config):
     """How often a failed call is repeated, in a new process."""
     workers: int = Field(1, gt=0)
     """Ray actors."""
-    processes: int = Field(1, gt=0)
-    """Killable processes per worker."""
+    processes: int = Field(2, gt=0)
+    """Killable processes per worker, started when needed. With one, a call that hangs holds up all others."""
     cache_entries: int = Field(10_000, ge=0)
     """Verdicts kept by content, per worker. 0: none."""
     drain_timeout_s: float = Field(600.0, gt=0)

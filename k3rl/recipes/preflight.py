@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from k3rl.chat import Renderer
 from k3rl.config.jobs import DistillJob, EvaluateJob, Job, JobBase, PipelineJob, RlJob, SftJob, models_of
-from k3rl.config.rewards import PROBLEM, RewardConfig
+from k3rl.config.rewards import RewardConfig
 from k3rl.data import ProblemSource, load_conversations, load_problems
 from k3rl.data.config import DataConfig
 from k3rl.errors import UserError
@@ -17,7 +17,7 @@ from k3rl.models import ModelConfig
 from k3rl.models.config import PRESETS
 from k3rl.models.loading import check_fits
 from k3rl.recipes.launch import device_of, renderer_of
-from rewards.registry import get_reward, load_modules
+from rewards.worker import check_rewards
 
 AnyJob = TypeVar("AnyJob", bound=JobBase)
 LOOKED_AT = 1000
@@ -131,23 +131,4 @@ def _first_fits(job: SftJob, renderer: Renderer) -> None:
 
 
 def _check_rewards(config: RewardConfig, problems: ProblemSource) -> None:
-    load_modules(config.modules)
-    for part in config.parts:
-        if part.reward != PROBLEM:
-            get_reward(part.reward)
-    if not any(part.reward == PROBLEM for part in config.parts):
-        return
-    known: set[str] = set()
-    for problem in islice((problems[i] for i in range(len(problems))), LOOKED_AT):
-        name = problem.reward.get("name") if problem.reward else None
-        if name is None:
-            raise UserError(
-                f"problem '{problem.id}' names no reward: give its row a 'reward', its source one, or list "
-                "rewards.parts"
-            )
-        if name not in known:
-            try:
-                get_reward(name)
-            except UserError as error:
-                raise UserError(f"problem '{problem.id}': {error}") from error
-            known.add(name)
+    check_rewards(config, islice((problems[i] for i in range(len(problems))), LOOKED_AT))

@@ -19,7 +19,7 @@ LIMIT_S = 1.0
 
 
 def worker_for(name: str, **options) -> RewardWorker:
-    settings = {"timeout_s": LIMIT_S, "retries": 0, "memory_mb": 1024, **options}
+    settings = {"timeout_s": LIMIT_S, "retries": 0, "memory_mb": 1024, "processes": 1, **options}
     return RewardWorker(RewardConfig(parts=(RewardPart(reward=f"{FILE}:{name}"),), **settings), RENDERER)
 
 
@@ -34,7 +34,7 @@ def scored(name: str, contents: list[str], **options) -> list[Reward]:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[RewardWorker]:
     """One worker for many hostile rewards: what one breaks, the next would notice."""
-    worker = RewardWorker(RewardConfig(timeout_s=LIMIT_S, retries=0, memory_mb=1024), RENDERER)
+    worker = RewardWorker(RewardConfig(timeout_s=LIMIT_S, retries=0, memory_mb=1024, processes=1), RENDERER)
     yield worker
     worker.close()
 

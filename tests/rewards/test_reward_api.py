@@ -19,7 +19,7 @@ from rewards.api import CLASHES, REGISTERED, Verdict, as_score
 from rewards.calls import call_reward
 from rewards.compose import combine
 from rewards.registry import BUILT_IN, get_reward, load_modules
-from rewards.worker import RewardWorker, scored_view, turns_of
+from rewards.worker import RewardWorker, check_rewards, scored_view, turns_of
 
 
 @pytest.fixture(autouse=True)
@@ -304,7 +304,7 @@ def test_equal_answers_are_judged_once(tmp_path):
         "@reward(name='counted', depends='content', deterministic=True)\n"
         "def counted(scored):\n    CALLS.append(1)\n    return float(len(CALLS))\n"
     )
-    config = RewardConfig(parts=(RewardPart(reward=f"{file}:counted"),))
+    config = RewardConfig(parts=(RewardPart(reward=f"{file}:counted"),), processes=1)
     worker = RewardWorker(config, RENDERER)
     try:
         first = [r.total for r in worker.score(make_group(["a", "a", "b"]))]
@@ -359,3 +359,25 @@ def test_a_group_whose_trajectories_all_failed_calls_nothing(tmp_path):
         assert [r.outcome for r in worker.score(group)] == [Outcome.SKIPPED] * 2
     finally:
         worker.close()
+
+
+def test_what_a_problem_lacks_is_said_before_anything_runs():
+    good = make_problem("good")
+    check_rewards(RewardConfig(), [good, good])
+    for problem, config, says in [
+        (
+            make_problem("p", {"name": "exakt", "answer": "1"}),
+            RewardConfig(),
+            "problem 'p': .*did you mean 'exact'",
+        ),
+        (make_problem("p", {"name": "exact"}), RewardConfig(), "problem 'p': .*needs 'answer'"),
+        (make_problem("p", {"name": "exact", "answer": "1", "case": 1}), RewardConfig(), "takes no 'case'"),
+        (make_problem("p", {"name": ""}), RewardConfig(), "problem 'p' names no reward"),
+        (
+            good,
+            RewardConfig(parts=(RewardPart(reward="json_schema", arguments={"shema": {}}),)),
+            "did you mean 'schema'",
+        ),
+    ]:
+        with pytest.raises(UserError, match=says):
+            check_rewards(config, [good, problem])
