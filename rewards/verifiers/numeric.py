@@ -69,8 +69,7 @@ def numeric(
     relative: float = 0.0,
     absolute: float = 0.0,
 ) -> float:
-    """1 where the response's number is the answer, exactly, or within ``absolute`` + ``relative`` *
-    \\|answer\\|."""
+    """1 where the response's number is the answer: exactly, or within ``absolute + relative * |answer|``."""
     wanted = as_number(answer)
     if wanted is None:
         raise GraderError(f"the answer {answer!r} is not a number")

@@ -9,7 +9,7 @@ import pytest
 from reward_helpers import RENDERER, make_group, make_problem
 
 from k3rl.config.rewards import RewardConfig
-from k3rl.types import Outcome, Reward
+from k3rl.types import Author, Channel, Outcome, Segment
 from rewards.api import GraderError, Scored
 from rewards.calls import call_reward
 from rewards.registry import get_reward
@@ -262,6 +262,14 @@ def test_repetition_counts_ngrams_that_came_before():
             seen.add(gram)
         assert repeated_share(tokens, n) == pytest.approx(again / (len(tokens) - n + 1))
     assert repeated_share([1, 2, 3], 8) == 0.0
+    assert value("repetition", "ab" * 60, thought="once", channel="response") < 0.1
+    assert value("repetition", "ab" * 60, thought="once", channel="think") == 1.0
+    assert value("repetition", "x", unit="sentence") is Outcome.GRADER_FAILED
+    group = make_group(["8"])
+    said_to_it = Segment(Author.ENVIRONMENT, Channel.OBSERVATION, [7] * 200)
+    group.trajectories[0].segments.append(said_to_it)
+    heard = scored_view(group.problem, group.trajectories[0], RENDERER)
+    assert get_reward("repetition").function(heard) == 1.0  # the environment's repeats are not the policy's
     assert value("repetition", "to be or not " * 30, unit="word", n=4, channel="response") < 0.1
     assert value("repetition", "each word here differs", unit="word", n=4, channel="response") == 1.0
 
@@ -338,6 +346,3 @@ def test_all_built_in_rewards_can_be_found_and_say_what_they_do():
 
     for name in BUILT_IN:
         assert get_reward(name).doc, name
-
-
-__all__ = ["Reward"]
