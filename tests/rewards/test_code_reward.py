@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from reward_helpers import RENDERER, make_group, make_problem
 
-from k3rl.config.rewards import RewardConfig
+from k3rl.config.rewards import RewardConfig, RewardSandbox
 from k3rl.types import Outcome, Reward
 from rewards.api import GraderError
 from rewards.verifiers.code_tests import read_tests, same_output, same_value
@@ -64,6 +66,23 @@ def test_functions_and_methods_by_name(worker):
     ]
     rewards = score(worker, [block(p) for p in programs], tests=CALLS, entry="order")
     assert [r.total for r in rewards] == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+CPP = "#include <iostream>\nint main() { long a, b; std::cin >> a >> b; std::cout << a + b; }"
+
+
+def test_other_languages(worker):
+    bash = 'read a b; echo "$((a + b))"'
+    (reward,) = score(worker, [block(bash, "bash")], tests=ADD, language="bash")
+    assert reward.total == 1.0, reward.explanation
+    good, broken = score(worker, [block(CPP, "cpp"), block("int main() {", "c++")], tests=ADD, language="cpp")
+    if good.outcome is Outcome.GRADER_FAILED:
+        assert "no 'g++'" in good.explanation  # no compiler is no wrong answer
+    else:
+        assert (good.total, broken.total) == (1.0, 0.0)
+        assert "does not compile" in broken.explanation
+    (reward,) = score(worker, [block(bash, "bash")], tests=ADD, language="cobol")
+    assert reward.outcome is Outcome.GRADER_FAILED
 
 
 FORGERIES = {
@@ -218,3 +237,36 @@ def test_outputs_compare_by_line_or_within_a_tolerance(expected, found, toleranc
 )  # fmt: skip
 def test_values_compare_by_type(expected, found, same):
     assert same_value(expected, found, 0.0) is same
+
+
+def test_the_sandboxes_may_be_agentenvs(tmp_path, monkeypatch):
+    """The same verdicts over HTTP from the test's AgentENV server, and no sandbox left on it."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "sandbox"))
+    from agentenv_server import AgentEnvServer
+
+    with AgentEnvServer(tmp_path / "server") as server:
+        monkeypatch.setenv("AGENTENV_URL", server.url)
+        monkeypatch.setenv("AGENTENV_API_KEY", server.api_key)
+        config = RewardConfig(retries=0, sandbox=RewardSandbox(backend="agentenv"))
+        remote = RewardWorker(config, RENDERER)
+        try:
+            right, wrong = score(remote, [block(SUM), block("print(0)")], tests=ADD)
+        finally:
+            remote.close()
+        assert (right.total, wrong.total) == (1.0, 0.0), (right, wrong)
+        made = [e for e in server.exchanges if "sandboxes" in str(e)]
+        assert len(made) >= 2
+        assert server.mistakes == []
+
+
+@pytest.mark.slow
+def test_a_sandbox_server_that_is_down_is_the_graders_failure(monkeypatch):
+    monkeypatch.setenv("AGENTENV_URL", "http://127.0.0.1:9")
+    config = RewardConfig(retries=0, timeout_s=5.0, sandbox=RewardSandbox(backend="agentenv"))
+    remote = RewardWorker(config, RENDERER)
+    try:
+        (reward,) = score(remote, [block(SUM)], tests=ADD)
+    finally:
+        remote.close()
+    assert reward.total is None
+    assert reward.outcome in (Outcome.GRADER_FAILED, Outcome.TIMED_OUT)

@@ -11,9 +11,10 @@ import pytest
 from reward_helpers import RENDERER, descendants, make_group, make_problem
 
 from k3rl.config.jobs import RayConfig
-from k3rl.config.rewards import ReplaceOverBudget, RewardConfig, RewardPart
+from k3rl.config.rewards import ReplaceOverBudget, RewardConfig, RewardPart, TauCurriculum
 from k3rl.errors import RunError
 from k3rl.types import Effort, Outcome, Status
+from rewards.curriculum import read_events
 from rewards.service import RewardService
 
 HOSTILE = Path(__file__).with_name("hostile_rewards.py")
@@ -174,3 +175,22 @@ def test_closing_leaves_no_process_behind():
 def _zygotes() -> set[int]:
     """Processes that fork rewards, of this test's cluster."""
     return {pid for pid, command in descendants(os.getpid()).items() if "rewards.isolation.zygote" in command}
+
+
+def test_a_curriculum_moves_tau_between_steps(tmp_path):
+    curriculum = TauCurriculum(stages={"general": ({Effort.LOW: 0.5},)}, hold_steps=1, approval="auto")
+    rule = ReplaceOverBudget(tau={"general": {Effort.LOW: 100.0}}, curriculum=curriculum)
+    rewards = service(RewardConfig(budgets=rule))
+    try:
+        rewards.follow_curriculum(tmp_path, 0)
+        problem, totals = make_problem(budget_tokens=4, effort=Effort.LOW), []
+        for step in range(3):
+            group = make_group(["8"], problem, think="3 + 5 = 8")
+            rewards.submit(group, step)
+            rewards.drain()
+            totals.append(group.trajectories[0].reward.total)
+        assert totals == [1.0, -1.0, -1.0]
+        assert rewards.metrics()["curriculum/stage/general"] == 1.0
+        assert [e["event"] for e in read_events(tmp_path)] == ["proposed", "approved", "applied"]
+    finally:
+        rewards.close()
