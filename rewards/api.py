@@ -191,7 +191,7 @@ def reward(
     """
 
     def register(function: F) -> F:
-        key = name or getattr(function, "__name__", "")
+        key = str(name or getattr(function, "__name__", ""))
         if sandbox and (scope == "group" or inspect.iscoroutinefunction(function)):
             raise UserError(
                 f"the reward '{key}' wants a sandbox: it must be a plain function of one trajectory"

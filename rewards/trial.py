@@ -52,9 +52,11 @@ class Trial:
 
     def disagreements(self, tolerance: float = 1e-6) -> list[Case]:
         """Cases whose value is not the stored one, largest difference first."""
-        both = [c for c in self.cases if c.value is not None and c.stored is not None]
-        apart = [c for c in both if abs(c.value - c.stored) > tolerance]
-        return sorted(apart, key=lambda c: -abs(c.value - c.stored))
+        apart = [
+            (abs(c.value - c.stored), c) for c in self.cases if c.value is not None and c.stored is not None
+        ]
+        far = [(distance, c) for distance, c in apart if distance > tolerance]
+        return [c for _, c in sorted(far, key=lambda pair: -pair[0])]
 
     def slowest(self, count: int) -> list[Case]:
         return sorted(self.cases, key=lambda c: -c.seconds_s)[:count]
@@ -78,13 +80,14 @@ class Trial:
 
     def contrasts(self, count: int) -> list[tuple[Case, Case]]:
         """The best and the worst answer to one problem, for the problems where they lie furthest apart."""
-        by_problem: dict[str, list[Case]] = {}
+        by_problem: dict[str, list[tuple[float, Case]]] = {}
         for case in self.cases:
             if case.value is not None:
-                by_problem.setdefault(case.problem_id, []).append(case)
-        pairs = [(max(c, key=lambda x: x.value), min(c, key=lambda x: x.value)) for c in by_problem.values()]
-        pairs = [(best, worst) for best, worst in pairs if best.value > worst.value]
-        return sorted(pairs, key=lambda p: p[1].value - p[0].value)[:count]
+                by_problem.setdefault(case.problem_id, []).append((case.value, case))
+        ordered = [sorted(some, key=lambda pair: pair[0]) for some in by_problem.values()]
+        apart = [(some[-1][0] - some[0][0], some[-1][1], some[0][1]) for some in ordered]
+        apart.sort(key=lambda pair: -pair[0])
+        return [(best, worst) for distance, best, worst in apart if distance > 0][:count]
 
     def summary(self) -> dict[str, Any]:
         """As JSON: for machines, and for tests."""

@@ -55,7 +55,7 @@ def serve(sock: socket.socket) -> None:
             task = pickle.loads(receive_frame(sock))
         except Closed:
             return
-        sys.stdout = sys.stderr = printed = Kept()  # type: ignore[assignment]
+        sys.stdout = sys.stderr = printed = Kept()
         try:
             load_modules(task.modules)
             reward = get_reward(task.reward)
