@@ -5,8 +5,21 @@ metrics = worker.step(selection.trained)          # RL: trajectories with advant
 metrics = worker.sft_step([(ids, loss_mask, 1.0)])
 """
 
+from typing import TYPE_CHECKING, Any
+
 from k3rl.trainer.examples import Example, SftSequence
-from k3rl.trainer.group import TrainerGroup
 from k3rl.trainer.worker import TrainerWorker
 
+if TYPE_CHECKING:
+    from k3rl.trainer.group import TrainerGroup
+
 __all__ = ["Example", "SftSequence", "TrainerGroup", "TrainerWorker"]
+
+
+def __getattr__(name: str) -> Any:
+    """`TrainerGroup` needs Ray, one rank does not."""
+    if name == "TrainerGroup":
+        from k3rl.trainer.group import TrainerGroup
+
+        return TrainerGroup
+    raise AttributeError(name)
