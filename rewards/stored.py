@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -152,10 +152,14 @@ def trajectory_of(row: dict[str, Any]) -> Trajectory:
     )
 
 
-def stored_reward(row: dict[str, Any]) -> Reward:
+def components_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The named parts of a row's reward."""
+    return {part["name"]: part["value"] for part in row["reward_components"] or ()}
+
+
+def stored_reward(row: Mapping[str, Any]) -> Reward:
     outcome = Outcome(row["reward_outcome"]) if row["reward_outcome"] else Outcome.SKIPPED
-    components = {c["name"]: c["value"] for c in row["reward_components"] or ()}
-    return Reward(row["reward"], components, outcome, row["reward_explanation"] or "")
+    return Reward(row["reward"], components_of(row), outcome, row["reward_explanation"] or "")
 
 
 def problem_of(row: dict[str, Any]) -> Problem:

@@ -61,6 +61,48 @@ def estimate(
     )
 
 
+@app.command()
+def check(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a pipeline's.", metavar="RUN")],
+) -> None:
+    """Recompute the budget rule from the stored rows: lengths by effort, and whether -1 stands where it must."""
+    from statistics import fmean
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from k3rl.errors import RunError
+    from k3rl.types import Effort
+    from rewards.audit import audit
+
+    found, order = audit(run), [str(e) for e in Effort]
+    table = Table(
+        "model", "domain", "effort", "n", "T", "of b0", "over", "T against the effort below", box=None
+    )
+    below: dict[tuple[str, str], float] = {}
+    for (stage, domain, effort), cell in sorted(
+        found.cells.items(), key=lambda item: (*item[0][:2], order.index(item[0][2]))
+    ):
+        mean, last = fmean(cell.lengths), below.get((stage, domain))
+        table.add_row(
+            stage or "-",
+            domain,
+            effort,
+            str(len(cell.lengths)),
+            f"{mean:.1f}",
+            f"{fmean(cell.shares):.2f}",
+            str(cell.over),
+            f"{mean / last:.2f}x" if last else "-",
+        )
+        below[stage, domain] = mean
+    Console(highlight=False).print(table)
+    typer.echo(
+        f"{found.rows} rewarded trajectories with a budget, {found.over} over it, {len(found.broken)} broken"
+    )
+    if found.broken:
+        raise RunError(f"{run}: the budget rule does not hold in {len(found.broken)} rows: {found.broken[0]}")
+
+
 def _answered(config: Path, overrides: Sequence[str]) -> Path:
     """The run of an evaluate config, made or gone on with."""
     from k3rl.config.jobs import EvaluateJob

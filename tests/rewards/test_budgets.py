@@ -8,14 +8,19 @@ import random
 
 import numpy as np
 import pytest
+import yaml
 from pydantic import ValidationError
 from reward_helpers import RENDERER, make_group, make_problem
+from typer.testing import CliRunner
 
+from k3rl.cli import app
 from k3rl.config.rewards import LengthReward, ReplaceOverBudget, RewardConfig, TauCurriculum, Toggle
-from k3rl.errors import UserError
-from k3rl.store import rollout_row
+from k3rl.errors import RunError, UserError
+from k3rl.store import RunStore, rollout_row
 from k3rl.types import Author, Channel, Effort, Group, Outcome, Reward, Segment, Status, Trajectory
+from rewards.audit import audit
 from rewards.budgets import apply_budgets, counted_tokens
+from rewards.curriculum import Curriculum
 from rewards.estimate import Answer, estimate, percentile
 from rewards.worker import RewardWorker
 
@@ -106,9 +111,11 @@ def test_general_counts_thinking_alone_and_agents_everything_sampled():
                 assert counted_tokens(t, WHOLE) == length_of(t)
 
 
-def test_the_store_alone_says_where_the_penalty_must_be():
+def test_the_store_alone_says_where_the_penalty_must_be(tmp_path):
+    """Counted here from the rows, and by `k3rl budgets check`, which notices a single row that is wrong."""
     tau = {"general": {Effort.LOW: 1.0, Effort.HIGH: 2.0}}
-    worker = RewardWorker(RewardConfig(budgets=ReplaceOverBudget(tau=tau)), RENDERER)
+    rule = ReplaceOverBudget(tau=tau)
+    worker = RewardWorker(RewardConfig(budgets=rule), RENDERER)
     rows = []
     try:
         for effort in (Effort.LOW, Effort.HIGH, Effort.MAX):
@@ -117,11 +124,8 @@ def test_the_store_alone_says_where_the_penalty_must_be():
                 group = make_group(["8", "9"], problem, think="x" * think)
                 for t, reward in zip(group.trajectories, worker.score(group), strict=True):
                     t.reward = reward
-                    rows.append(
-                        rollout_row(
-                            t, problem, "trained", step=0, version=0, renderer=RENDERER, thinking=True
-                        )
-                    )
+                    more = {"step": 0, "version": 0, "renderer": RENDERER, "thinking": True}
+                    rows.append(rollout_row(t, problem, "trained", **more))
     finally:
         worker.close()
     penalised = 0
@@ -131,6 +135,44 @@ def test_the_store_alone_says_where_the_penalty_must_be():
         assert (row["reward"] == -1.0) is over
         penalised += over
     assert 10 < penalised < len(rows) - 10
+    stored = {"kind": "rl", "rewards": {"budgets": rule.model_dump(mode="json")}}
+    store = RunStore.create(tmp_path / "run", yaml.safe_dump(stored))
+    store.write_rollouts(0, rows)
+    found = audit(store.path)
+    assert (found.rows, found.over, found.broken) == (40, penalised, [])
+    assert (
+        CliRunner().invoke(app, ["budgets", "check", str(store.path)], catch_exceptions=False).exit_code == 0
+    )
+    wrong = next(row for row in rows if row["reward"] == 1.0 and row["effort"] == "low")
+    wrong["reward"] = -1.0
+    store.write_rollouts(1, rows)
+    assert len(audit(store.path).broken) == 1
+    with pytest.raises(RunError, match="does not hold in 1 rows"):
+        CliRunner().invoke(app, ["budgets", "check", str(store.path)], catch_exceptions=False)
+    store.close()
+
+
+def test_the_check_knows_tau_as_it_was_in_each_step(tmp_path):
+    curriculum = TauCurriculum(stages={"general": ({Effort.LOW: 0.5},)}, hold_steps=2, approval="auto")
+    rule = ReplaceOverBudget(tau={"general": {Effort.LOW: 4.0}}, curriculum=curriculum)
+    store = RunStore.create(
+        tmp_path / "run", yaml.safe_dump({"kind": "rl", "rewards": {"budgets": rule.model_dump(mode="json")}})
+    )
+    worker, state = RewardWorker(RewardConfig(budgets=rule), RENDERER), Curriculum(rule, store.path)
+    problem, totals = make_problem("p", effort=Effort.LOW, budget_tokens=6), []
+    for step in range(4):
+        group, tau = make_group(["8"], problem, think="x" * 6), state.begin_step(step)
+        (t,) = group.trajectories
+        (t.reward,) = worker.score(group, step, tau)
+        state.end_step(step, {"general": [1.0]})
+        totals.append(t.reward.total)
+        more = {"step": step, "version": 0, "renderer": RENDERER, "thinking": True}
+        store.write_rollouts(step, [rollout_row(t, problem, "trained", **more)])
+    worker.close()
+    assert totals == [1.0, 1.0, -1.0, -1.0]
+    found = audit(store.path)
+    assert (found.rows, found.over, found.broken) == (4, 2, [])
+    store.close()
 
 
 def test_toggle_limits_in_even_phases_where_the_group_is_strong():
@@ -221,12 +263,8 @@ def test_a_config_that_widens_or_names_nothing_is_refused():
 
 def test_budgets_are_estimated_from_a_stored_evaluation_and_read_as_data(tmp_path):
     """`k3rl budgets estimate RUN`: the columns that it writes are those that a job's data reads."""
-    from typer.testing import CliRunner
-
-    from k3rl.cli import app
     from k3rl.data import load_problems
     from k3rl.data.config import JsonlData
-    from k3rl.store import RunStore
 
     problems = [make_problem(f"p{i}", {"name": "exact", "answer": "8"}) for i in range(3)]
     data = tmp_path / "data.jsonl"
