@@ -44,8 +44,10 @@ class Audit:
 
 
 def audit(path: Path) -> Audit:
-    """All rows of a run, or of the runs of a pipeline, that were scored and have a budget. Raises `UserError` where no run
-    has a budget rule that replaces rewards."""
+    """All rows of a run, or of the runs of a pipeline, that were scored and have a budget.
+
+    Raises `UserError` where no run has a budget rule that replaces rewards.
+    """
     result, rules = Audit(), 0
     for file in rollout_files(path):
         run = run_of(file)

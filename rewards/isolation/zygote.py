@@ -135,11 +135,12 @@ def _children_of_self() -> list[int]:
 def main(descriptor: int, memory_bytes: int, preload: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt in the terminal is the caller's to handle
     null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
+    for standard in (0, 1):
         os.dup2(null, standard)
     importlib.import_module("rewards.isolation.child")
     for module in preload:
         importlib.import_module(module)
+    os.dup2(null, 2)  # an import that fails is said; what rewards write is not
     gc.collect()
     gc.freeze()  # leave the collector off the pages that children share
     Zygote(socket.socket(fileno=descriptor), memory_bytes).serve()
