@@ -105,8 +105,8 @@ def _by_math_verify(gold_text: str, answer_text: str) -> bool:
     texts must be formulas, and be read as expressions: numbers picked from inside something unread prove
     nothing."""
     texts = [clean(gold_text), clean(answer_text)]
-    if any(len(t) > 1000 or not re.search(r"\\[a-zA-Z]+", t) or ENORMOUS.search(t) for t in texts):
-        return False
+    if any(len(t) > 1000 or re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}", t) or ENORMOUS.search(t) for t in texts):
+        return False  # words are no formula
     if not any(BEYOND.search(t) for t in texts):
         return False
     from latex2sympy2_extended.latex2sympy2 import latex2sympy

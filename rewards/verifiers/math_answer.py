@@ -25,6 +25,14 @@ RELATION = re.compile(
 )
 NOTHING = {"no solution", "no solutions", "none", "does not exist", "dne", "undefined", "\\emptyset", "\\varnothing",
            "empty set", "the empty set", "no real solution", "no real solutions", "\\{\\}"}  # fmt: skip
+EVERYTHING = {
+    "all real numbers",
+    "all reals",
+    "all real x",
+    "every real number",
+    "\\mathbb{r}",
+    "the real numbers",
+}
 OPEN, CLOSE = "([{", ")]}"
 
 
@@ -119,8 +127,11 @@ def _read(text: str, depth: int) -> Answer:
     plain = text.strip()
     if not plain or depth > 8:
         return Words(plain.lower())
-    if plain.lower() in NOTHING:
+    said = re.sub(r"^there\s+(?:is|are|exists?)\s+", "", plain.lower())
+    if said in NOTHING:
         return Sequence("set", (), "{", "}")
+    if said in EVERYTHING:
+        return Sequence("tuple", (Value(-sympy.oo), Value(sympy.oo)), "(", ")")
     if (match := MATRIX.search(plain)) and len(plain) - len(match[0]) <= 4 and not plain.startswith("|"):
         return _matrix(match[2], depth)
     union = split_top(plain, CUP)

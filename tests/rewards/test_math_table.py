@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 from math_pairs import PAIRS as FIRST
-from math_pairs_later import LATER_PAIRS
+from math_pairs_later import LATER_PAIRS, THIRD_PAIRS
 from reward_helpers import RENDERER, make_group, make_problem
 
 from k3rl.config.rewards import RewardConfig
@@ -20,7 +20,7 @@ from k3rl.types import Outcome
 from rewards.verifiers.math import judge
 from rewards.worker import RewardWorker
 
-PAIRS = {**FIRST, "second table": LATER_PAIRS}
+PAIRS = {**FIRST, "second table": LATER_PAIRS, "third table": THIRD_PAIRS}
 ROWS = [(kind, gold, response, right) for kind, rows in PAIRS.items() for gold, response, right in rows]
 
 
