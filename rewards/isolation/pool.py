@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,92 +23,34 @@ from k3rl.types import Outcome
 from rewards.api import RewardFunction, Scored, Verdict
 from rewards.isolation.child import Task
 from rewards.isolation.frames import MAX_REPLY_BYTES, Closed, TooLate, receive_frame, send_frame
+from rewards.isolation.zygote_handle import START_TIMEOUT_S, ChildFailed, ZygoteHandle
 from rewards.wire import Malformed, verdict_from_json
 
-START_TIMEOUT_S = 120.0  # first imports, on a machine that is busy with training
 MAX_CALLS = 20_000
 CHUNK_S = 0.05  # work handed to a child at once, by the mean time of a call
 BROKEN = (Outcome.GRADER_FAILED, Outcome.TIMED_OUT)  # what raised may have left something half done
-
-
-class ChildFailed(Exception):
-    """A child died or spoke nonsense."""
 
 
 class ChildTooSlow(Exception):
     """A call went over its limit."""
 
 
-class ZygoteHandle:
-    """Starts the zygote with the first child, and again should it die."""
+class Gate:
+    """Up to ``count`` at a time; or one alone."""
 
-    def __init__(self, memory_mb: int) -> None:
-        self.memory_mb = memory_mb
-        self.preload: list[str] = []
-        self.lock = threading.Lock()
-        self.process: subprocess.Popen[bytes] | None = None
-        self.control: socket.socket | None = None
+    def __init__(self, count: int) -> None:
+        self.count, self.permits, self.door = count, threading.Semaphore(count), threading.Lock()
 
-    def _start(self) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            "OMP_NUM_THREADS": "1",  # threads do not survive a fork
-            "OPENBLAS_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", "rewards.isolation.zygote", str(theirs.fileno())]
-        self.process = subprocess.Popen(
-            [*command, str(self.memory_mb << 20), *self.preload], pass_fds=[theirs.fileno()], env=environment
-        )
-        theirs.close()
-        ours.settimeout(START_TIMEOUT_S)
-        self.control = ours
-        return ours
-
-    def _ask(self, message: bytes, descriptors: Sequence[int] = ()) -> int:
-        control = self.control if self.control is not None else self._start()
+    @contextmanager
+    def enter(self, alone: bool) -> Iterator[None]:
+        wanted = self.count if alone else 1
+        with self.door:  # who waits to be alone is overtaken by nobody
+            for _ in range(wanted):
+                self.permits.acquire()
         try:
-            socket.send_fds(control, [message], list(descriptors))
-            answer = control.recv(64)
-        except OSError as error:
-            self._stop()
-            raise ChildFailed(f"the process that starts reward processes does not answer: {error}") from error
-        if not answer:
-            self._stop()
-            raise ChildFailed("the process that starts reward processes died")
-        return int(answer)
-
-    def fork(self) -> tuple[int, socket.socket]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            try:
-                with self.lock:
-                    return self._ask(b"F", [theirs.fileno()]), ours
-            except BaseException:
-                ours.close()
-                raise
-
-    def kill(self, pid: int) -> None:
-        with self.lock:
-            if self.control is not None:
-                self._ask(b"K%d" % pid)
-
-    def _stop(self) -> None:
-        if self.control is not None:
-            self.control.close()  # the zygote sees the end, kills its children and exits
-            self.control = None
-        if self.process is not None:
-            try:
-                self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-            self.process = None
-
-    def close(self) -> None:
-        with self.lock:
-            self._stop()
+            yield
+        finally:
+            self.permits.release(wanted)
 
 
 class Child:
@@ -121,7 +60,7 @@ class Child:
         self.zygote = zygote
         self.calls = 0
         self.idle = True  # nothing that the calls started still runs
-        self.pid, self.sock = zygote.fork()
+        self.pid, self.sock, self.generation = zygote.fork()
 
     def run(self, task: Task, timeout_s: float, whole: bool) -> Iterator[list[Verdict]]:
         """Verdicts as they come. ``whole``: they come all at once, under one limit."""
@@ -130,6 +69,8 @@ class Child:
         try:
             send_frame(self.sock, pickle.dumps(task, pickle.HIGHEST_PROTOCOL), deadline_s)
             ready = self._receive(deadline_s)
+        except Closed as error:
+            raise ChildFailed(f"its process died ({error})") from error
         except TooLate as error:
             raise ChildFailed(f"its imports took more than {START_TIMEOUT_S} s") from error
         if not ready.get("ready"):
@@ -162,7 +103,7 @@ class Child:
 
     def kill(self) -> None:
         self.sock.close()
-        self.zygote.kill(self.pid)
+        self.zygote.kill(self.pid, self.generation)
 
 
 def read_verdict(line: Any) -> Verdict:
@@ -171,6 +112,17 @@ def read_verdict(line: Any) -> Verdict:
         return verdict_from_json(line)
     except Malformed as error:
         raise ChildFailed(f"it answered something, but {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Verdicts that came; and where something went wrong, what, and how many of the rest it is the fault of.
+    ``unlucky``: the zygote died, and any of the calls that ran then may have killed it."""
+
+    verdicts: list[Verdict]
+    blamed: int = 0
+    trouble: Verdict | None = None
+    unlucky: bool = False
 
 
 @dataclass(slots=True)
@@ -208,6 +160,7 @@ class IsolatedPool:
         self.processes, self.retries, self.modules = processes, retries, tuple(modules)
         self.sandbox = sandbox or RewardSandbox()
         self.free: list[Child] = []
+        self.gate = Gate(processes)
         self.lock = threading.Lock()
         self.stats = PoolStats()
         self.mean_s: dict[str, float] = {}
@@ -241,37 +194,39 @@ class IsolatedPool:
     ) -> list[Verdict]:
         together = reward.scope == "group" or reward.is_async
         results: list[Verdict | None] = [None] * len(items)
-        queue: list[tuple[list[int], int]] = [(list(range(len(items))), 0)]  # indices, attempts so far
+        queue = [(list(range(len(items))), 0, False)]  # indices, attempts so far, to be tried alone
         while queue:
-            indices, attempts = queue.pop(0)
+            indices, attempts, alone = queue.pop(0)
             chosen, address = [items[i] for i in indices], reward.address or reward.name
             task = Task(address, chosen, arguments, timeout_s, self.modules, self.sandbox)
-            verdicts, blamed, trouble = self._attempt(task, timeout_s, together, reward.fresh)
-            for index, verdict in zip(indices, verdicts, strict=False):
+            with self.gate.enter(alone):
+                done = self._attempt(task, timeout_s, together, reward.fresh)
+            for index, verdict in zip(indices, done.verdicts, strict=False):
                 results[index] = verdict
-            rest = indices[len(verdicts) :]
-            failed = [i for i, v in zip(indices, verdicts, strict=False) if v.outcome is not Outcome.SCORED]
-            if trouble is not None and together and len(rest) > 1 and reward.scope == "trajectory":
-                queue += [([i], attempts) for i in rest]  # one of them did it: the others shall not suffer
-                continue
-            if trouble is not None:
-                guilty, rest = rest[:blamed], rest[blamed:]
+            rest = indices[len(done.verdicts) :]
+            failed = [
+                i for i, v in zip(indices, done.verdicts, strict=False) if v.outcome is not Outcome.SCORED
+            ]
+            single = reward.scope == "trajectory"
+            suspects = done.unlucky and not alone
+            if suspects or (done.trouble is not None and single and together and len(rest) > 1):
+                parts = [[i] for i in rest] if single else [rest]  # one of them did it: no other shall suffer
+                queue += [(part, attempts, suspects or alone) for part in parts]
+                rest, done = [], Attempt(done.verdicts)
+            if done.trouble is not None:
+                guilty, rest = rest[: done.blamed], rest[done.blamed :]
                 for i in guilty:
-                    results[i] = trouble
+                    results[i] = done.trouble
                 failed += guilty
             if rest:
-                queue.append((rest, attempts))
+                queue.append((rest, attempts, alone))
             if failed and attempts < self.retries:
                 self.stats.retried += len(failed)
                 again = [failed] if reward.scope == "group" else [[i] for i in failed]
-                queue += [(part, attempts + 1) for part in again]
+                queue += [(part, attempts + 1, alone) for part in again]
         return [r if r is not None else Verdict(Outcome.GRADER_FAILED) for r in results]
 
-    def _attempt(
-        self, task: Task, timeout_s: float, together: bool, fresh: bool
-    ) -> tuple[list[Verdict], int, Verdict | None]:
-        """Verdicts that came; and where something went wrong, how many of the rest it is the fault of, and
-        what."""
+    def _attempt(self, task: Task, timeout_s: float, together: bool, fresh: bool) -> Attempt:
         verdicts: list[Verdict] = []
         child, keep, start_s = None, False, time.monotonic()
         blamed = len(task.items) if together else 1
@@ -281,15 +236,18 @@ class IsolatedPool:
                 verdicts += some
                 start_s = time.monotonic()
             keep = not fresh and child.idle and not any(v.outcome in BROKEN for v in verdicts)
-            return verdicts, 0, None
+            return Attempt(verdicts)
         except ChildTooSlow:
             self.stats.timed_out += 1
             text = f"stopped after {timeout_s:g} s"
-            return verdicts, blamed, Verdict(Outcome.TIMED_OUT, None, text, time.monotonic() - start_s)
+            trouble = Verdict(Outcome.TIMED_OUT, None, text, time.monotonic() - start_s)
+            return Attempt(verdicts, blamed, trouble)
         except ChildFailed as error:
             self.stats.died += 1
             text = f"the reward's process failed: {error}"
-            return verdicts, blamed, Verdict(Outcome.GRADER_FAILED, None, text, time.monotonic() - start_s)
+            trouble = Verdict(Outcome.GRADER_FAILED, None, text, time.monotonic() - start_s)
+            unlucky = child is None or not self.zygote.lives(child.generation)
+            return Attempt(verdicts, blamed, trouble, unlucky)
         finally:
             self.stats.calls += len(verdicts)
             if child is not None:
@@ -297,8 +255,11 @@ class IsolatedPool:
 
     def _take(self, fresh: bool) -> Child:
         with self.lock:
-            if self.free and not fresh:
-                return self.free.pop()
+            while self.free and not fresh:
+                child = self.free.pop()
+                if self.zygote.lives(child.generation):
+                    return child
+                child.sock.close()
             self.stats.started += 1
         return Child(self.zygote)
 

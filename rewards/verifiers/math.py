@@ -105,7 +105,9 @@ def _by_math_verify(gold_text: str, answer_text: str) -> bool:
     texts must be formulas, and be read as expressions: numbers picked from inside something unread prove
     nothing."""
     texts = [clean(gold_text), clean(answer_text)]
-    if any(len(t) > 1000 or re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}", t) or ENORMOUS.search(t) for t in texts):
+    if any(
+        len(t) > 1000 or re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}", t) or ENORMOUS.search(t) for t in texts
+    ):
         return False  # words are no formula
     if not any(BEYOND.search(t) for t in texts):
         return False

@@ -67,6 +67,19 @@ def test_a_hostile_reward_costs_its_own_trajectory_alone(shared, name, outcome, 
         assert (good.total, good.outcome) == (1.0, Outcome.SCORED)
 
 
+def test_a_reward_that_kills_its_parent_takes_no_other_call_with_it():
+    """Three calls at a time, of which some kill the process that all others depend on."""
+    worker = worker_for("kills_its_parent", processes=3)
+    try:
+        for _ in range(3):
+            contents = ["1", "bad", "2", "3", "bad", "4", "5", "6", "7"]
+            for content, got in zip(contents, worker.score(make_group(contents)), strict=True):
+                expected = Outcome.GRADER_FAILED if content == "bad" else Outcome.SCORED
+                assert got.outcome is expected, (content, got)
+    finally:
+        worker.close()
+
+
 def test_a_group_reward_of_the_wrong_length_scores_nobody():
     rewards = scored("wrong_length", ["1", "bad", "2"])
     assert [r.outcome for r in rewards] == [Outcome.GRADER_FAILED] * 3
