@@ -38,7 +38,8 @@ class Result:
     def write(self, path: Path | None) -> None:
         if path is None:
             return
-        command = f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()
+        said = [a if a != str(path) else f"benchmarks/results/{path.name}" for a in sys.argv[1:]]
+        command = " ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *said])
         content = {
             "name": self.name,
             "machine": self.machine,

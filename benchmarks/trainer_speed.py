@@ -1,5 +1,5 @@
-"""An RL step on one GPU: a Qwen3-0.6B shape with random weights, packed long sequences. Numbers are tokens per second and
-the share of the card's matrix throughput that the model's arithmetic needs (MFU).
+"""An RL step on one GPU: a Qwen3-0.6B shape with random weights, packed long sequences. Numbers are tokens per second
+and the share of the card's matrix throughput that the model's arithmetic needs (MFU).
 
     python benchmarks/trainer_speed.py --out benchmarks/results/trainer_speed.h200.json
 
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--contexts", type=int, nargs="*", default=[16_384, 65_536])
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=131_072, help="of a step")
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     args = parser.parse_args()
     result = Result("trainer_speed", "h200")
@@ -71,17 +72,19 @@ def main() -> None:
         parameters = sum(p.numel() for p in model.parameters())
         del model
         for context in args.contexts:
-            measure(result, Path(folder) / "model", context, parameters, args.steps, device)
+            measure(result, Path(folder) / "model", context, parameters, args, device)
     result.write(args.out)
 
 
-def measure(result: Result, model: Path, context: int, parameters: int, steps: int, device: str) -> None:
+def measure(
+    result: Result, model: Path, context: int, parameters: int, args: argparse.Namespace, device: str
+) -> None:
     config = TrainerConfig(optimizer=AdamWConfig(lr=1e-6), micro_batch_tokens=max(context, 32_768))
     shape = ModelConfig(path=str(model), dtype="bfloat16", activation_checkpointing=True)
     worker = TrainerWorker(shape, config, device=device)
-    batch = trajectories(max(2, 131_072 // context), context, seed=context)
+    batch = trajectories(max(2, args.tokens // context), context, seed=context)
     speeds = []
-    for _ in range(steps):
+    for _ in range(args.steps):
         metrics = worker.step(batch)
         speeds.append(metrics["train/tokens_per_s"])
     speed = sorted(speeds[1:])[len(speeds[1:]) // 2]
