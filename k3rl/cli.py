@@ -75,18 +75,12 @@ def evaluate(
 def view(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            help="Run folders, folders that hold runs, or files of rollouts or messages.", metavar="RUN..."
-        ),
+        typer.Argument(help="Run folders, or folders that hold runs.", metavar="RUN..."),
     ],
     port: Annotated[int, typer.Option(help="0: any free port.")] = 8800,
     host: Annotated[
         str, typer.Option(help="Anything but loopback needs the access token that is printed.")
     ] = "127.0.0.1",
-    module: Annotated[
-        list[str] | None,
-        typer.Option("--module", "-m", help="A module or .py file whose rewards can be run again."),
-    ] = None,
     text: Annotated[bool, typer.Option("--text", help="List and show in the terminal instead.")] = False,
     filter_: Annotated[
         str, typer.Option("--filter", help='With --text: such as `reward < 0.2 and text ~ "foo"`.')
@@ -103,7 +97,7 @@ def view(
     if text:
         show_text(runs, filter=filter_, sort=sort, limit=limit, show=show)
     else:
-        serve(runs, port=port, host=host, modules=tuple(module or ()))
+        serve(runs, port=port, host=host)
 
 
 @app.command()

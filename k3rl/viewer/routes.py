@@ -1,0 +1,121 @@
+"""The viewer's addresses. Each is a thin line from parameters to a question; answers are JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Response
+from pydantic import BaseModel
+
+from k3rl.viewer import export, metrics, rollout
+from k3rl.viewer.index import as_json
+from k3rl.viewer.queries import Key, Selection
+from k3rl.viewer.session import Session
+
+Runs = Annotated[list[str], Query(alias="run")]
+Json = dict[str, Any]
+
+
+class Note(BaseModel):
+    """A flag and a comment for one rollout."""
+
+    run: str
+    step: int
+    draw: int
+    sample: int
+    flag: str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> Key:
+        return Key(self.run, self.step, self.draw, self.sample)
+
+
+def selection_of(run: Runs = [], filter: str = "", sort: str = "", descending: bool = False) -> Selection:  # noqa: B006
+    return Selection(tuple(run), filter, sort, descending)
+
+
+def add_routes(app: FastAPI, session: Session) -> None:
+    _runs(app, session)
+    _rollouts(app, session)
+
+
+def _runs(app: FastAPI, session: Session) -> None:
+    @app.get("/api/state")
+    def state() -> Json:
+        return metrics.state(session)
+
+    @app.get("/api/columns")
+    def columns() -> Json:
+        return metrics.columns(session.index)
+
+    @app.get("/api/metrics")
+    def metric_values(run: Runs, name: Annotated[list[str], Query()] = []) -> Json:  # noqa: B006
+        return as_json(metrics.series(session.index, run, name))
+
+    @app.get("/api/steps")
+    def steps(run: Runs, by: str = "") -> Json:
+        return as_json(metrics.steps(session.index, run, by))
+
+    @app.get("/api/configs")
+    def configs(run: Runs) -> Json:
+        return as_json(metrics.configs(session.index, run))
+
+
+def _rollouts(app: FastAPI, session: Session) -> None:
+    queries = session.queries
+
+    @app.get("/api/rollouts")
+    def rollouts(
+        run: Runs = [],  # noqa: B006
+        filter: str = "",
+        sort: str = "",
+        descending: bool = False,
+        offset: int = 0,
+        limit: int = 100,
+    ) -> Json:
+        return queries.page(selection_of(run, filter, sort, descending), offset, limit)
+
+    @app.get("/api/export")
+    def export_selection(
+        run: Runs = [],  # noqa: B006
+        filter: str = "",
+        sort: str = "",
+        descending: bool = False,
+        format: export.Format = "parquet",
+    ) -> Response:
+        table = export.selected(session.index, queries.rids(selection_of(run, filter, sort, descending)))
+        return Response(export.encoded(table, format), media_type=export.MEDIA[format])
+
+    @app.get("/api/excerpts")
+    def excerpts(rid: Annotated[list[int], Query(max_length=1000)]) -> Json:
+        return rollout.excerpts(session.index, rid)
+
+    @app.get("/api/rollout")
+    def one(run: str, step: int, draw: int, sample: int) -> Json:
+        rid = queries.find(Key(run, step, draw, sample))
+        row = queries.rows(session.index.cursor(), [rid])[0]
+        return {**rollout.rollout(session.index, rid), "row": row}
+
+    @app.get("/api/neighbours")
+    def neighbours(
+        of_run: str,
+        step: int,
+        draw: int,
+        sample: int,
+        run: Runs = [],  # noqa: B006
+        filter: str = "",
+        sort: str = "",
+        descending: bool = False,
+    ) -> Json:
+        rid = queries.find(Key(of_run, step, draw, sample))
+        return queries.neighbours(selection_of(run, filter, sort, descending), rid)
+
+    @app.post("/api/notes")
+    def write_note(note: Note) -> Json:
+        queries.find(note.key)
+        session.index.notes.write(
+            session.index.runs[note.run], (note.step, note.draw, note.sample), note.flag, note.note
+        )
+        session.index.version += 1
+        return {"saved": True}

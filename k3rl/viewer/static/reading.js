@@ -1,0 +1,104 @@
+// A rollout as a person reads it: messages of the prompt, then turns, each by channel.
+
+import { h, number } from "./dom.js";
+
+const NAMES = { think: "thinking", response: "response", tool_call: "tool call", observation: "observation", structure: "structure" };
+const LONG = 12000;
+
+/** Runs of tokens of one author, channel and version: `{sampled, channel, version, start, end}`. */
+export function segments(tokens) {
+  const found = [];
+  for (let i = 0; i < tokens.ids.length; i++) {
+    const one = { sampled: tokens.sampled_mask?.[i] ?? true, channel: tokens.channels?.[i] ?? "response", version: tokens.policy_versions?.[i] ?? null };
+    const last = found.at(-1);
+    if (last && last.sampled === one.sampled && last.channel === one.channel && last.version === one.version) last.end = i + 1;
+    else found.push({ ...one, start: i, end: i + 1 });
+  }
+  return found;
+}
+
+/** Turns: the policy's tokens, then the environment's, and so on; each with its channels' texts. */
+export function turns(tokens) {
+  const found = [];
+  for (const s of segments(tokens)) {
+    if (!found.length || found.at(-1).sampled !== s.sampled) found.push({ sampled: s.sampled, parts: [] });
+    const parts = found.at(-1).parts;
+    const text = tokens.text.slice(s.start, s.end).join("");
+    if (parts.length && parts.at(-1).channel === s.channel) {
+      parts.at(-1).text += text;
+      parts.at(-1).end = s.end;
+    } else parts.push({ channel: s.channel, text, start: s.start, end: s.end });
+  }
+  return found;
+}
+
+export function readingView(whole, { structure = false, onToken = null } = {}) {
+  return h("div", { class: "reading" }, promptView(whole), responseView(whole, { structure, onToken }));
+}
+
+export function promptView(whole) {
+  const messages = Array.isArray(whole.traces.messages) ? whole.traces.messages : [];
+  if (!messages.length && !whole.texts.prompt_text) return null;
+  if (!messages.length) return bubble("prompt", "prompt", longText(whole.texts.prompt_text));
+  return messages.map((m) => bubble(`message role-${m.role}`, m.role, messageBody(m)));
+}
+
+function messageBody(message) {
+  const body = [longText(contentText(message.content))];
+  const reasoning = message.reasoning_content ?? message.reasoning;
+  if (reasoning) body.unshift(channelBox("think", longText(reasoning)));
+  for (const call of message.tool_calls ?? []) body.push(channelBox("tool_call", callView(call)));
+  return body;
+}
+
+function callView(call) {
+  const f = call.function ?? call;
+  return [h("b", {}, f.name ?? "?"), h("pre", {}, typeof f.arguments === "string" ? f.arguments : JSON.stringify(f.arguments, null, 1))];
+}
+
+export function contentText(content) {
+  if (typeof content === "string") return content;
+  if (Array.isArray(content)) return content.map((p) => p.text ?? `[${p.type ?? "part"}]`).join("\n");
+  return content === null || content === undefined ? "" : JSON.stringify(content, null, 1);
+}
+
+export function responseView(whole, { structure = false, onToken = null } = {}) {
+  const { tokens, texts } = whole;
+  if (!tokens.ids.length || !tokens.decoded) {
+    const parts = [];
+    if (texts.reasoning) parts.push(channelBox("think", longText(texts.reasoning)));
+    if (texts.content) parts.push(channelBox("response", longText(texts.content)));
+    else if (texts.response_text) parts.push(channelBox("response", longText(texts.response_text)));
+    return parts.length ? bubble("turn policy", "policy", parts) : h("p", { class: "faint" }, "The response is empty.");
+  }
+  return turns(tokens).map((turn) =>
+    bubble(
+      `turn ${turn.sampled ? "policy" : "environment"}`,
+      turn.sampled ? "policy" : "environment",
+      turn.parts
+        .filter((p) => structure || p.channel !== "structure")
+        .filter((p) => p.text.trim() || p.channel === "structure")
+        .map((p) => channelBox(p.channel, longText(p.text), p, onToken)),
+    ),
+  );
+}
+
+function bubble(kind, who, body) {
+  return h("article", { class: `bubble ${kind}` }, h("header", {}, who), h("div", { class: "bubble-body" }, body));
+}
+
+function channelBox(channel, body, part = null, onToken = null) {
+  const range = part ? h("span", { class: "faint" }, `${number(part.end - part.start)} tokens`) : null;
+  const jump = part && onToken ? h("button", { type: "button", class: "quiet", onclick: () => onToken(part.start), title: "See these tokens" }, "tokens →") : null;
+  const title = h("span", { class: "channel-name" }, NAMES[channel] ?? channel);
+  if (channel === "think") return h("details", { class: `channel ${channel}`, open: true }, h("summary", {}, title, range, jump), h("div", { class: "channel-text" }, body));
+  return h("section", { class: `channel ${channel}` }, h("div", { class: "channel-head" }, title, range, jump), h("div", { class: "channel-text" }, body));
+}
+
+/** The whole text is there; what is beyond a few screens waits for a click. */
+export function longText(text) {
+  if (text.length <= LONG) return h("div", { class: "prose" }, text);
+  const box = h("div", { class: "prose" }, text.slice(0, LONG));
+  const more = h("button", { type: "button", onclick: () => (box.replaceChildren(text), more.remove()) }, `Show all ${number(text.length)} characters`);
+  return [box, more];
+}

@@ -1,0 +1,232 @@
+"""The viewer in a real headless Chromium, over runs that the real store wrote. Screenshots go to artifacts/viewer."""
+
+import contextlib
+import csv
+import io
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+from viewer_runs import write_run, write_step
+
+from k3rl.store import RunStore
+
+SHOTS = Path("artifacts/viewer")
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script> <|open|>'
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@contextlib.contextmanager
+def served(*paths: Path, arguments: tuple[str, ...] = ()):
+    port = free_port()
+    command = [sys.executable, "-m", "k3rl.cli", "view", *map(str, paths), "--port", str(port), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        line = process.stdout.readline()
+        assert "http://" in line, line + process.stdout.read()
+        yield line.split("k3rl view: ")[1].split()[0]
+    finally:
+        process.terminate()
+        process.wait(20)
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "one", steps=4)
+    write_run(folder / "two", steps=3, seed=1)
+    file = sorted((folder / "one" / "rollouts").glob("*.parquet"))[-1]
+    rows = pq.read_table(file).to_pylist()
+    rows[0]["response_text"] = rows[0]["content"] = HOSTILE
+    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(file)), file)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(runs):
+    with served(runs) as address:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            state = json.load(urllib.request.urlopen(f"{address}/api/state"))
+            if state["reading"]["done"] == state["reading"]["total"] > 0:
+                break
+            time.sleep(0.2)
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as p:
+        browser = p.chromium.launch(
+            executable_path=os.environ.get("CHROMIUM", "/usr/bin/chromium"), args=["--no-sandbox"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser):
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    errors: list[str] = []
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+    yield page
+    page.close()
+    assert not errors
+
+
+def shot(page: Page, name: str) -> None:
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / f"{name}.png")
+
+
+def rows_of(page: Page):
+    return page.locator("tbody tr[data-rid]")
+
+
+def test_metrics_of_several_runs_are_drawn_over_each_other(page, address):
+    page.goto(f"{address}/#/metrics")
+    expect(page.get_by_role("figure", name="Reward", exact=True)).to_be_visible()
+    expect(page.locator(".runs")).to_contain_text("one")
+    expect(page.locator(".runs")).to_contain_text("two")
+    assert page.locator("main svg path, main svg polyline").count() > 4
+    shot(page, "metrics")
+
+
+def test_filter_sort_and_search_change_the_table(page, address):
+    page.goto(f"{address}/#/rollouts")
+    expect(rows_of(page).first).to_be_visible()
+    everything = page.locator("main").inner_text()
+    box = page.locator("main input").first
+    box.fill("reward >= 1 and step = 1")
+    box.press("Enter")
+    page.wait_for_function("t => document.querySelector('main').innerText !== t", arg=everything)
+    expect(page).to_have_url(re.compile("filter="))
+    expect(page.locator("main")).to_contain_text(re.compile("rollouts"))
+    page.wait_for_timeout(500)
+    expect(rows_of(page).first).to_be_visible()
+    texts = rows_of(page).all_inner_texts()
+    page.get_by_role("columnheader", name="sampled tokens").get_by_role("button").first.click()
+    expect(page).to_have_url(re.compile("sort=sampled_tokens"))
+    shot(page, "table")
+    page.reload()
+    expect(rows_of(page).first).to_be_visible()
+    assert len(rows_of(page).all_inner_texts()) == len(texts)
+
+
+def test_a_filter_that_makes_no_sense_is_explained(page, address):
+    reply = urllib.request.Request(f"{address}/api/rollouts?filter=rewrd%20%3E%201")
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(reply)
+    assert error.value.code == 400
+    assert "there is no column 'rewrd'; did you mean 'reward'" in error.value.read().decode()
+
+
+def test_one_rollout_shows_channels_and_tokens_with_their_numbers(page, address):
+    page.goto(f"{address}/#/rollouts?filter=step+%3D+1")
+    rows_of(page).first.click()
+    expect(page.locator(".rollout-main")).to_be_visible()
+    expect(page.locator("main")).not_to_contain_text("undefined")
+    expect(page.locator(".rollout-side")).to_contain_text("SEGMENTS", ignore_case=True)
+    page.locator("[data-mode=tokens]").click()
+    token = page.locator(".t[data-i]:not(.given)").nth(3)
+    expect(token).to_be_visible()
+    token.hover()
+    expect(page.locator(".inspector")).to_contain_text("log-prob")
+    page.get_by_role("radio", name="advantage").click()
+    expect(page).to_have_url(re.compile("colour=advantage"))
+    shot(page, "rollout")
+    first = page.url
+    page.keyboard.press("n")
+    page.wait_for_function("u => location.href !== u", arg=first)
+
+
+def test_html_in_a_rollout_is_text(page, address):
+    page.goto(f"{address}/#/rollouts?filter=content+~+%22window.hacked%22")
+    expect(rows_of(page)).to_have_count(1)
+    rows_of(page).first.click()
+    expect(page.locator(".rollout-main")).to_be_visible()
+    page.wait_for_timeout(300)
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("main img[src=x]").count() == 0
+
+
+def test_a_flag_is_kept_beside_the_run(page, address, runs):
+    page.goto(f"{address}/#/rollouts?filter=step+%3D+2")
+    rows_of(page).first.click()
+    page.locator("[data-flag=good]").click()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not list(runs.glob("*/notes.jsonl")):
+        time.sleep(0.1)
+    (file,) = runs.glob("*/notes.jsonl")
+    assert json.loads(file.read_text().splitlines()[-1])["flag"] == "good"
+
+
+def test_a_selection_is_exported_in_its_order(address, runs):
+    def fetch(form: str) -> bytes:
+        query = "run=one&filter=step%20%3D%201&sort=reward&descending=true"
+        return urllib.request.urlopen(f"{address}/api/export?{query}&format={form}").read()
+
+    table = pq.read_table(io.BytesIO(fetch("parquet")))
+    stored = pq.read_table(runs / "one" / "rollouts" / "step-000001.parquet").to_pylist()
+    assert table.num_rows == len(stored)
+    rewards = [r for r in table["reward"].to_pylist() if r is not None]
+    assert rewards == sorted(rewards, reverse=True)
+    key = lambda r: (r["draw"], r["sample"])  # noqa: E731
+    assert sorted(table.to_pylist(), key=key) == sorted(stored, key=key)
+    lines = [json.loads(line) for line in fetch("jsonl").splitlines()]
+    assert [key(r) for r in lines] == [key(r) for r in table.to_pylist()]
+    cells = list(csv.DictReader(io.StringIO(fetch("csv").decode())))
+    assert [int(c["draw"]) for c in cells] == [r["draw"] for r in lines]
+    assert "logprobs" not in cells[0]
+
+
+def test_a_run_that_is_written_shows_its_new_step(page, browser, tmp_path):
+    write_run(tmp_path / "live", steps=2)
+    with served(tmp_path / "live") as address:
+        page.goto(f"{address}/#/rollouts?filter=step+%3D+7")
+        page.wait_for_timeout(1500)
+        assert rows_of(page).count() == 0
+        write_step(RunStore.open(tmp_path / "live"), 7)
+        expect(rows_of(page).first).to_be_visible(timeout=15_000)
+
+
+def test_a_damaged_file_is_named_and_everything_else_is_shown(page, tmp_path):
+    write_run(tmp_path / "cut", steps=3)
+    file = tmp_path / "cut" / "rollouts" / "step-000001.parquet"
+    file.write_bytes(file.read_bytes()[:2000])
+    with served(tmp_path / "cut") as address:
+        page.goto(f"{address}/#/rollouts")
+        expect(page.get_by_text("step-000001.parquet cannot be read")).to_be_visible(timeout=15_000)
+        expect(rows_of(page).first).to_be_visible()
+
+
+def test_strangers_get_nothing(address):
+    request = urllib.request.Request(f"{address}/api/state", headers={"Host": "evil.example"})
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request)
+    assert error.value.code == 403
+
+
+def test_the_terminal_lists_and_shows(runs):
+    command = [sys.executable, "-m", "k3rl.cli", "view", "--text", str(runs / "one")]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "step" in listed
+    assert "reward" in listed
