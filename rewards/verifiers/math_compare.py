@@ -16,6 +16,7 @@ from sympy import Expr
 DIGITS = 50
 RELATIVE = sympy.Float("1e-30", DIGITS)
 POINTS = 4
+DENOMINATOR = 10_007
 COUNTING = frozenset("nmkijpq")
 MIN_DIGITS_OF_ANSWER = 4  # 0.3333 passes for 1/3, 0.333 does not
 MIN_DIGITS_OF_GOLD = 3  # 33.3 stands for 100/3, 0.1 does not for 1/12
@@ -63,7 +64,12 @@ def _cancels(gold: Expr, answer: Expr) -> bool:
 
 
 def random_point(symbols: list[Expr], rng: random.Random, sign: int) -> dict[Expr, Expr]:
-    return {s: sign * sympy.Rational(rng.randrange(10**6, 9 * 10**6), 4 * 10**6 + 1) for s in symbols}
+    """Between 1/4 and 9/4, as exact fractions. Their denominator is small: SymPy takes roots of that degree exactly,
+    and for one in the millions it takes half a minute."""
+    return {
+        s: sign * sympy.Rational(rng.randrange(DENOMINATOR // 4, 9 * DENOMINATOR // 4), DENOMINATOR)
+        for s in symbols
+    }
 
 
 def _agree(gold: Expr, answer: Expr, symbols: list[Expr]) -> bool:
