@@ -17,6 +17,7 @@ DIGITS = 50
 RELATIVE = sympy.Float("1e-30", DIGITS)
 POINTS = 4
 DENOMINATOR = 10_007
+MAX_EXPANDED = 64
 COUNTING = frozenset("nmkijpq")
 MIN_DIGITS_OF_ANSWER = 4  # 0.3333 passes for 1/3, 0.333 does not
 MIN_DIGITS_OF_GOLD = 3  # 33.3 stands for 100/3, 0.1 does not for 1/12
@@ -60,6 +61,11 @@ def equal_expressions(gold: Expr, answer: Expr) -> bool:
 
 
 def _cancels(gold: Expr, answer: Expr) -> bool:
+    """Do symbols that only one of them has fall out when it is multiplied out?"""
+    if any(
+        p.exp.is_Integer and p.exp > MAX_EXPANDED for p in gold.atoms(sympy.Pow) | answer.atoms(sympy.Pow)
+    ):
+        return False  # a power of a sum of that degree has as many terms
     return sympy.expand(gold).free_symbols == sympy.expand(answer).free_symbols
 
 
