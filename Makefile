@@ -23,8 +23,8 @@ test: install-test lint ## Everything CI runs
 test-slow: install-test ## What is too long for every change
 	$(BIN)/python -m pytest -m slow --timeout 3600
 
-recipe: install ## The whole K3 recipe at nano size
-	$(BIN)/k3rl run configs/k3_recipe_nano.yaml
+recipe: install ## Cold start, an RL expert, and its distillation into the student, at nano size
+	$(BIN)/k3rl run configs/distill_nano.yaml
 
 lint: install-test
 	$(BIN)/ruff check .

@@ -14,6 +14,8 @@ from k3rl.types import Effort
 class TeacherConfig(Config):
     """One teacher and the cells it teaches."""
 
+    name: str = ""
+    """What reports call it, and what a problem's ``metadata.teacher`` may ask for; its path by default."""
     model: ModelConfig
     """The teacher. It must have the student's vocabulary and template."""
     domains: tuple[str, ...] = ()

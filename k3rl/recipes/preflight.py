@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from distill.routing import Routing
 from k3rl.chat import Renderer
 from k3rl.config.jobs import DistillJob, EvaluateJob, Job, JobBase, PipelineJob, RlJob, SftJob, models_of
 from k3rl.config.rewards import RewardConfig
@@ -78,8 +80,9 @@ def _check_single(job: JobBase) -> None:
             problems = _check_problems(
                 job.data, renderer_of(job.model), job.thinking, job.rollout.max_context
             )
-            if not isinstance(job, DistillJob) or job.token_rewards.outcome_weight:
-                _check_rewards(job.rewards, problems)
+            _check_rewards(job.rewards, problems)
+            if isinstance(job, DistillJob):
+                _check_teachers(job, problems, device)
         case EvaluateJob():
             for model in job.models.values():
                 _check_model(model, device, training=False)
@@ -90,9 +93,16 @@ def _check_single(job: JobBase) -> None:
 
 
 def _have_weights(job: JobBase) -> None:
-    for model in models_of(job) if isinstance(job, EvaluateJob) else ():
+    match job:
+        case EvaluateJob():
+            models = models_of(job)
+        case DistillJob():
+            models = [teacher.model for teacher in job.teachers]
+        case _:
+            models = []
+    for model in models:
         if model.path in PRESETS:
-            raise UserError(f"model.path: '{model.path}' is a preset without weights; evaluate a checkpoint")
+            raise UserError(f"model.path: '{model.path}' is a preset without weights: name a checkpoint")
 
 
 def _check_model(model: ModelConfig, device: str, training: bool) -> None:
@@ -118,6 +128,24 @@ def _check_problems(
             f"max_context: the prompt of problem '{first.id}' has {len(prompt)} tokens, the limit is {max_context}"
         )
     return problems
+
+
+def _check_teachers(job: DistillJob, problems: ProblemSource, device: str) -> None:
+    if job.rollout.sampling.temperature != 1:
+        raise UserError(
+            "rollout.sampling.temperature: teachers score at temperature 1, so distillation samples at 1"
+        )
+    student = renderer_of(job.model).fingerprint()
+    for number, teacher in enumerate(job.teachers):
+        check_fits(teacher.model, device)
+        if renderer_of(teacher.model).fingerprint() != student:
+            raise UserError(
+                f"teachers.{number}: '{teacher.model.path}' has another vocabulary or template than the student"
+            )
+    routing = Routing(job.teachers)
+    for i in range(min(len(problems), LOOKED_AT)):
+        efforts = [e for e, share in problems.efforts(i).items() if share > 0] or [problems[i].effort]
+        routing.check(replace(problems[i], effort=effort) for effort in efforts)
 
 
 def _first_fits(job: SftJob, renderer: Renderer) -> None:

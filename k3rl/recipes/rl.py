@@ -31,8 +31,9 @@ from k3rl.recipes.launch import (
 )
 from k3rl.recipes.records import Leaving, step_metrics, summary
 from k3rl.types import Group
+from rollout.pool import RolloutPool
 
-Annotate = Callable[[list[Group]], dict[str, float]]
+Annotate = Callable[[list[Group], RolloutPool], dict[str, float]]
 """Puts token advantages on complete groups; returns metrics."""
 
 
@@ -75,7 +76,7 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
                 groups = [s.group for s in scored if not s.drop]
 
                 # Rewards to advantages; one optimiser step on what this step completed.
-                extra = annotate(groups) if annotate else {}
+                extra = annotate(groups, pool) if annotate else {}
                 selection = algorithm.batch(groups)
                 version = trainer.version
                 with journal.progress.phase("train"):
