@@ -1,7 +1,5 @@
 """The worked examples of the XTML specification, and its rules one by one."""
 
-# ruff: noqa: E501 (wire text is kept in whole lines)
-
 from __future__ import annotations
 
 import json

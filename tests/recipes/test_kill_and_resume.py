@@ -42,7 +42,9 @@ def start(folder: Path) -> subprocess.Popen:
     """`k3rl run` in a process group of its own."""
     job = {**JOB, "runs": str(folder), "rewards": {"parts": [{"reward": f"{folder / 'letters.py'}:letters"}]}}
     (folder / "letters.py").write_text(
-        "def letters(s):\n    text = s.reasoning + s.content\n    return sum(c.isalpha() for c in text) / (1 + len(text))\n"
+        "def letters(s):\n"
+        "    text = s.reasoning + s.content\n"
+        "    return sum(c.isalpha() for c in text) / (1 + len(text))\n"
     )
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     return subprocess.Popen(
