@@ -29,6 +29,8 @@ SHAPE = {
     "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
     "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False,
 }  # fmt: skip
+LONGEST_KEPT = 16_384
+"""Up to this context activations are kept; beyond it they are computed again in the backward pass."""
 PUBLISHED = {16_384: 11_900.0, 65_536: 10_200.0}
 
 
@@ -66,7 +68,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": args.layers}))
-        shape = ModelConfig(path=folder, dtype="bfloat16", activation_checkpointing=True)
+        shape = ModelConfig(path=folder, dtype="bfloat16")
         model = build_model(shape, seed=0, device=device)
         save_model(model, Path(folder) / "model")
         parameters = sum(p.numel() for p in model.parameters())
@@ -80,7 +82,8 @@ def measure(
     result: Result, model: Path, context: int, parameters: int, args: argparse.Namespace, device: str
 ) -> None:
     config = TrainerConfig(optimizer=AdamWConfig(lr=1e-6), micro_batch_tokens=max(context, 32_768))
-    shape = ModelConfig(path=str(model), dtype="bfloat16", activation_checkpointing=True)
+    recompute = context > LONGEST_KEPT
+    shape = ModelConfig(path=str(model), dtype="bfloat16", activation_checkpointing=recompute)
     worker = TrainerWorker(shape, config, device=device)
     batch = trajectories(max(2, args.tokens // context), context, seed=context)
     speeds = []

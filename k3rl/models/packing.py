@@ -60,6 +60,7 @@ class Layout:
         self.decode = num_tokens == self.num_sequences
         self.routing: Routing | None = None
         self._chunks: dict[int, Chunks] = {}
+        self._head_chunks: dict[tuple[int, int], tuple[Chunks, Tensor, Tensor, Tensor]] = {}
         self.slots_N: Tensor | None = None
         if cache is not None:
             self._take_slots(cache, slots_N)
@@ -174,6 +175,22 @@ class Layout:
         if size not in self._chunks:
             self._chunks[size] = self._cut(size)
         return self._chunks[size]
+
+    def chunks_of_heads(self, size: int, heads: int) -> tuple[Chunks, Tensor, Tensor, Tensor]:
+        """Chunks with each head apart, for rows t * H + h of the packed tokens' heads.
+
+        Returns (the chunks; row of each place of [M, H, C], flattened; place of each row; padding [M * H, C, 1]).
+        """
+        key = (size, heads)
+        if key not in self._head_chunks:
+            cut = self.chunks(size)
+            head = torch.arange(heads, device=self.device)
+            index = (cut.index_MC[:, None] * heads + head[:, None]).flatten()
+            chunk_T, within_T = cut.slot_T // size, cut.slot_T % size
+            slot = ((chunk_T[:, None] * heads + head) * size + within_T[:, None]).flatten()
+            padding = ~cut.valid_MC.repeat_interleave(heads, 0)[..., None]
+            self._head_chunks[key] = (cut, index, slot, padding)
+        return self._head_chunks[key]
 
     def _cut(self, size: int) -> Chunks:
         number = -(-self.lengths // size)

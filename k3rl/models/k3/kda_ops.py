@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from k3rl.models.k3.kda_fla import Backend, kda_fla, pick_backend
-from k3rl.models.packing import Layout
+from k3rl.models.packing import Chunks, Layout
 
 TILE = 16  # tokens whose decay factors share one reference; 16 steps of at most e^-5 stay in float32 and bfloat16
-CHUNK = 32
 L2_EPS = 1e-6
 
 
@@ -27,11 +26,13 @@ def decay(z_THK: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor, lower_bound: float
     """Log-decay g = lower_bound * sigmoid(exp(A_log) * (z + dt_bias)), float32, in (lower_bound, 0)."""
     wide = torch.float64 if z_THK.dtype == torch.float64 else torch.float32
     rate = A_log_H.to(wide).exp()[:, None]
-    return lower_bound * torch.sigmoid(rate * (z_THK.to(wide) + dt_bias_HK.to(wide)))
+    return lower_bound * torch.sigmoid(torch.addcmul(rate * dt_bias_HK.to(wide), rate, z_THK.to(wide)))
 
 
-def l2_normalise(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+def l2_normalise(x: Tensor, length: float = 1.0) -> Tensor:
+    """x scaled to this Euclidean length."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * (length * torch.rsqrt(norm.square() + L2_EPS))
 
 
 def kda(
@@ -58,7 +59,7 @@ def kda(
     wide = torch.float64 if q_THK.dtype == torch.float64 else torch.float32
     g = decay(z_THK, A_log_H, dt_bias_HK, lower_bound)
     beta = torch.sigmoid(b_TH.to(wide))
-    q = l2_normalise(q_THK.to(wide)) * q_THK.shape[-1] ** -0.5
+    q = l2_normalise(q_THK.to(wide), q_THK.shape[-1] ** -0.5)
     k = l2_normalise(k_THK.to(wide))
     v = v_THV.to(wide)
     if layout.decode:
@@ -103,83 +104,126 @@ def kda_chunked(
     beta: Tensor,
     layout: Layout,
     state: Tensor | None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same by chunks of C tokens: everything within chunks at once, then one small step per chunk.
 
     With G the running sum of g in a chunk and S its first state, the corrected values U of a chunk solve
 
-        (I + tril(diag(beta) A)) U = diag(beta) (V - (K exp G) S),   A_ci = sum_d k_c exp(G_c - G_i) k_i,  i < c
+        (I + tril(diag(beta) A, -1)) U = diag(beta) (V - (K exp G) S),   A_ci = sum_d k_c exp(G_c - G_i) k_i
 
-    and outputs are (Q exp G) S + tril(B) U, with B_ci like A but from q_c, for i <= c.
+    and outputs are (Q exp G) S + tril(B) U, with B_ci like A but from q_c. ``chunk`` is a multiple of `TILE`: one tile
+    by default on the CPU, where small products are cheap, four on a GPU, where launches are not.
     """
-    cut = layout.chunks(chunk)
-    invalid = ~cut.valid_MC
-    flat = cut.index_MC.reshape(-1)
+    C = chunk or (4 * TILE if q.is_cuda else TILE)
+    H, V = q.shape[1], v.shape[-1]
+    cut, index, slot, padding = layout.chunks_of_heads(C, H)
 
-    def gather(x: Tensor) -> Tensor:  # [T, H, ...] -> [M, H, C, ...]
-        return x.index_select(0, flat).unflatten(0, cut.index_MC.shape).transpose(1, 2)
+    def gather(x: Tensor) -> Tensor:  # [T, H, ...] -> [M * H, C, ...]
+        return _Take.apply(x.flatten(0, 1), index, slot).unflatten(0, (-1, C))
 
     q_, k_, v_ = gather(q), gather(k), gather(v)
     # A padded token neither decays nor writes: log-decay 0 and beta 0.
-    g_ = gather(g).masked_fill(invalid[:, None, :, None], 0.0)
-    beta_ = gather(beta).masked_fill(invalid[:, None], 0.0)[..., None]
-    G = g_.cumsum(2)
-    A, B = _within_chunk(q_, k_, G)
-    eG = G.exp()
-    # Unit diagonal is implied by unitriangular, and the strict part is all that is read.
-    solved = torch.linalg.solve_triangular(
-        A * beta_, torch.cat([v_ * beta_, k_ * eG * beta_], -1), upper=False, unitriangular=True
+    G = gather(g).masked_fill(padding, 0.0).cumsum(1)
+    beta_ = gather(beta[..., None]).masked_fill(padding, 0.0)
+    factors = _one_tile if C == TILE else _many_tiles
+    A, B, q_start, k_start, k_end, decay_end = factors(q_, k_, k_ * beta_, G)
+    # solve_triangular reads the strict lower part alone; a unit diagonal is implied.
+    right = torch.cat([v_ * beta_, k_start], -1)
+    U0, W = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True).split(
+        [V, k.shape[-1]], -1
     )
-    U0, W = solved.split([v.shape[-1], k.shape[-1]], -1)
-    U, S_before, S_after = _across_chunks(U0, W, k_ * (G[:, :, -1:] - G).exp(), eG[:, :, -1], cut, state)
-    out = (q_ * eG) @ S_before + B @ U
-    out_T = out.transpose(1, 2).flatten(0, 1).index_select(0, cut.slot_T)
-    return out_T, S_after
+    U, S_before, S_after = _across_chunks(U0, W, k_end, decay_end, cut, state, H)
+    out = torch.baddbmm(q_start @ S_before, B, U)
+    return _Take.apply(out.flatten(0, 1), slot, None).unflatten(0, (-1, H)), S_after
 
 
-def _within_chunk(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """Decayed products of a chunk's keys (strictly lower) and of its queries with its keys (lower), [M, H, C, C].
+class _Take(torch.autograd.Function):
+    """Rows by index, with a backward pass that takes rows too instead of adding them up one by one.
 
-    exp(G_c - G_i) is split into a row and a column factor around the middle of the row's tile, so that no exponent
-    passes half a tile's worth of decay upwards (5 * 8 = 40), where a whole chunk's would overflow.
+    ``inverse``: for each row of x the place where its gradient stands; rows taken elsewhere as padding have none.
+    None: ``index`` names each row at most once.
     """
-    C = k.shape[2]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor:
+        ctx.save_for_backward(index, inverse)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        index, inverse = ctx.saved_tensors
+        if inverse is not None:
+            return gradient.index_select(0, inverse), None, None
+        zeros = gradient.new_zeros(ctx.rows, *gradient.shape[1:])
+        return zeros.index_copy_(0, index, gradient), None, None
+
+
+Factors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _one_tile(q: Tensor, k: Tensor, kb: Tensor, G: Tensor) -> Factors:
+    """(A, tril B, Q exp G, beta K exp G, K exp(G_end - G), exp G_end) of chunks that are one tile; kb = beta k.
+
+    exp(G_c - G_i) is a row and a column factor around the tile's middle, so that no exponent passes half a tile's worth
+    of decay upwards (5 * 8 = 40), where a whole one's would overflow. All other factors follow from these two.
+    """
+    C = q.shape[1]
+    middle = G[:, C // 2 - 1, None]
+    end = G[:, -1, None]
+    from_middle = G - middle
+    rows = (torch.stack([kb, q], 1) * from_middle.exp()[:, None]).flatten(1, 2)
+    columns = k * (-from_middle).exp()
+    A, B = (rows @ columns.mT).split(C, 1)
+    k_start, q_start = (rows * middle.exp()).split(C, 1)
+    return A, B.tril(), q_start, k_start, columns * (end - middle).exp(), end.squeeze(1).exp()
+
+
+def _many_tiles(q: Tensor, k: Tensor, kb: Tensor, G: Tensor) -> Factors:
+    """The same for chunks of several tiles: each tile's rows meet all columns before its end, around its own middle."""
+    C = q.shape[1]
     rows_A, rows_B = [], []
     for start in range(0, C, TILE):
-        end = min(start + TILE, C)
-        middle = G[:, :, (start + end) // 2 - 1, None]
-        up = (G[:, :, start:end] - middle).exp()
-        columns = (k[:, :, :end] * (middle - G[:, :, :end]).exp()).transpose(-1, -2)
-        both = torch.cat([k[:, :, start:end] * up, q[:, :, start:end] * up], 2) @ columns
-        both = F.pad(both, (0, C - end))
-        rows_A.append(both[:, :, : end - start])
-        rows_B.append(both[:, :, end - start :])
-    A, B = (r[0] if len(r) == 1 else torch.cat(r, 2) for r in (rows_A, rows_B))
-    return A.tril(-1), B.tril()
+        stop = min(start + TILE, C)
+        middle = G[:, (start + stop) // 2 - 1, None]
+        up = (G[:, start:stop] - middle).exp()
+        columns = k[:, :stop] * (middle - G[:, :stop]).exp()
+        both = torch.cat([kb[:, start:stop] * up, q[:, start:stop] * up], 1) @ columns.mT
+        both = F.pad(both, (0, C - stop))
+        rows_A.append(both[:, : stop - start])
+        rows_B.append(both[:, stop - start :])
+    eG = G.exp()
+    k_end = k * (G[:, -1:] - G).exp()
+    return torch.cat(rows_A, 1), torch.cat(rows_B, 1).tril(), q * eG, kb * eG, k_end, eG[:, -1]
 
 
 def _across_chunks(
-    U0: Tensor, W: Tensor, k_end: Tensor, decay_end: Tensor, cut: Any, state: Tensor | None
+    U0: Tensor, W: Tensor, k_end: Tensor, decay_end: Tensor, cut: Chunks, state: Tensor | None, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Carry the state from chunk to chunk. All sequences that have a chunk j move together.
 
-    Returns corrected values U [M, H, C, V], the state before each chunk [M, H, K, V], and the last states [N, H, K, V].
+    Returns corrected values U [M * H, C, V], the state before each chunk [M * H, K, V], and the last states
+    [N, H, K, V].
     """
-    H, V, K = U0.shape[1], U0.shape[3], W.shape[3]
+    V, K = U0.shape[-1], W.shape[-1]
     N = cut.order_N.shape[0]
-    S = U0.new_zeros(N, H, K, V) if state is None else state.to(U0.dtype).index_select(0, cut.order_N)
+    if state is None:
+        S = U0.new_zeros(N * heads, K, V)
+    else:
+        S = state.to(U0.dtype).index_select(0, cut.order_N).flatten(0, 1)
+    sizes = [count * heads for count in cut.counts]
     # split, not slices: the gradient of each slice would be a whole zero-filled tensor
-    parts = (x.split(cut.counts) for x in (U0, W, k_end.transpose(-1, -2), decay_end[..., None]))
+    parts = (x.split(sizes) for x in (U0, W, k_end.mT, decay_end[..., None]))
     before, corrected, finished = [], [], []
-    for count, U0_j, W_j, k_end_j, decay_j in zip(cut.counts, *parts, strict=True):
-        if count < S.shape[0]:
-            S, ended = S.split([count, S.shape[0] - count])
+    for size, U0_j, W_j, k_end_j, decay_j in zip(sizes, *parts, strict=True):
+        if size < S.shape[0]:
+            S, ended = S.split([size, S.shape[0] - size])
             finished.append(ended)
-        U = U0_j - W_j @ S
+        U = torch.baddbmm(U0_j, W_j, S, alpha=-1)
         before.append(S)
         corrected.append(U)
-        S = S * decay_j + k_end_j @ U
+        S = torch.baddbmm(S * decay_j, k_end_j, U)
     finished.append(S)
-    last = torch.cat(finished[::-1]).index_select(0, torch.argsort(cut.order_N))
+    last = torch.cat(finished[::-1]).unflatten(0, (N, heads)).index_select(0, torch.argsort(cut.order_N))
     return torch.cat(corrected), torch.cat(before), last
