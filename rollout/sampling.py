@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from rollout.engine import SamplingParams
 
@@ -99,8 +100,9 @@ _COLUMNS = (
 class RowSampling:
     """Sampling settings of N rows, on one device.
 
-    ``truncated`` says on the host whether any row cuts the distribution: where none does, the vocabulary is
-    not sorted. ``max_top_k`` is the largest top-k where every truncated row has one, else 0.
+    Three facts are known on the host, so that what no row needs is not computed: ``truncated``, whether any row
+    cuts the distribution (else the vocabulary is not sorted); ``any_greedy``; ``scaled``, whether any temperature
+    is not 1. ``max_top_k`` is the largest top-k where every truncated row has one, else 0.
     """
 
     temperature_N: torch.Tensor  # float32; 1 for greedy rows
@@ -110,6 +112,8 @@ class RowSampling:
     greedy_N: torch.Tensor  # bool
     truncated: bool
     max_top_k: int
+    any_greedy: bool = True
+    scaled: bool = True
 
     @classmethod
     def build(cls, rows: Sequence[SamplingParams], device: torch.device | str = "cpu") -> RowSampling:
@@ -135,7 +139,7 @@ class RowSampling:
         truncated = bool(cut.any())
         max_top_k = int(top_k.max()) if truncated and bool((top_k[cut] > 0).all()) else 0
         columns = [c.to(device) for c in (temperature, top_p, top_k, min_p, greedy)]
-        return cls(*columns, truncated, max_top_k)
+        return cls(*columns, truncated, max_top_k, bool(greedy.any()), bool((temperature != 1).any()))
 
     def take(self, index_N: torch.Tensor, device: torch.device | str) -> RowSampling:
         """These rows of a table that lives on the host."""
@@ -145,7 +149,7 @@ class RowSampling:
     def set(self, row: int, other: RowSampling) -> None:
         """Overwrite one row of a table that lives on the host with the only row of ``other``.
 
-        The table's own ``truncated`` and ``max_top_k`` are not kept up: `take` computes them.
+        The table's own host-side facts are not kept up: `take` computes them.
         """
         self.temperature_N[row], self.top_p_N[row] = other.temperature_N[0], other.top_p_N[0]
         self.top_k_N[row], self.min_p_N[row] = other.top_k_N[0], other.min_p_N[0]
@@ -176,7 +180,9 @@ def _kept_threshold_N(scaled_NV: torch.Tensor, rows: RowSampling) -> torch.Tenso
 
 def processed_logprobs(logits_NV: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     """Log-probs [N, V] float32 of the distribution that is drawn from; -inf where a token was cut."""
-    scaled_NV = logits_NV.float() / rows.temperature_N[:, None]
+    scaled_NV = logits_NV.float()
+    if rows.scaled:
+        scaled_NV = scaled_NV / rows.temperature_N[:, None]
     if rows.truncated:
         threshold_N = _kept_threshold_N(scaled_NV, rows)
         scaled_NV = scaled_NV.masked_fill(scaled_NV < threshold_N[:, None], -torch.inf)
@@ -192,13 +198,43 @@ def sample(
     A row with a NaN yields a NaN log-prob, which the caller must look at.
     """
     logprobs_NV = processed_logprobs(logits_NV, rows)
-    cdf_NV = logprobs_NV.exp().cumsum(-1, dtype=torch.float64)
-    total_N = cdf_NV[:, -1]
+    tokens_N = _draw(logprobs_NV, uniform_N)
+    if rows.any_greedy:
+        tokens_N = torch.where(rows.greedy_N, logits_NV.argmax(-1), tokens_N)
+    return tokens_N, logprobs_NV.gather(-1, tokens_N[:, None])[:, 0]
+
+
+_PIECES = (512, 256, 128)
+"""Tokens whose probabilities are summed at once, before the one piece that holds the draw is looked into: the first
+of these that divides the vocabulary, since filling it up would copy it."""
+
+
+def _draw(logprobs_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
+    """Inverse of the cumulative distribution in two levels: which piece of the vocabulary, then which token of it.
+
+    Sums are float64 throughout. A running sum over the whole vocabulary would move five times the bytes.
+    """
+    rows, vocab = logprobs_NV.shape
+    width = next((w for w in _PIECES if vocab % w == 0), _PIECES[0])
+    pieces = -(-vocab // width)
+    probability_NV = logprobs_NV.exp()
+    if pieces * width > vocab:
+        probability_NV = F.pad(probability_NV, (0, pieces * width - vocab))
+    probability_NPW = probability_NV.view(rows, pieces, width)
+    cumulative_NP = probability_NPW.sum(-1, dtype=torch.float64).cumsum(-1)
+    total_N = cumulative_NP[:, -1]
     # Rounding may carry u * total up to the total itself, past the last token.
     target_N = torch.minimum(uniform_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
-    drawn_N = torch.searchsorted(cdf_NV, target_N[:, None], right=True)[:, 0].clamp(max=cdf_NV.shape[-1] - 1)
-    tokens_N = torch.where(rows.greedy_N, logits_NV.argmax(-1), drawn_N)
-    return tokens_N, logprobs_NV.gather(-1, tokens_N[:, None])[:, 0]
+    piece_N1 = torch.searchsorted(cumulative_NP, target_N[:, None], right=True).clamp(max=pieces - 1)
+    chosen_NW = probability_NPW.gather(1, piece_N1[..., None].expand(-1, -1, width))[:, 0]
+    before_N1 = cumulative_NP.gather(-1, piece_N1) - chosen_NW.sum(-1, keepdim=True, dtype=torch.float64)
+    within_NW = before_N1 + chosen_NW.cumsum(-1, dtype=torch.float64)
+    token_N1 = torch.searchsorted(within_NW, target_N[:, None], right=True)
+    # Where rounding puts the draw past its piece, it is that piece's last possible token.
+    last_N1 = (
+        (chosen_NW > 0).long().mul(torch.arange(width, device=chosen_NW.device)).argmax(-1, keepdim=True)
+    )
+    return (piece_N1 * width + torch.minimum(token_N1, last_N1))[:, 0]
 
 
 def token_logprobs(logits_NV: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:

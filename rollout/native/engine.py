@@ -1,7 +1,7 @@
 """`NativeEngine`: continuous batching over slots, for any `LanguageModel`, on CPU and GPU.
 
 A step is: admit, decode one token for every running sequence, spend what is left of the token budget on
-prefill chunks, sample all rows that are up to date in one batch on the device, bring tokens and log-probs
+prefill chunks, draw the next token of all rows that are up to date on the device, bring tokens and log-probs
 to the host in one copy, apply the stop rules. Between steps everything is at rest, so pause, weight updates
 and sleep fit anywhere.
 
@@ -20,12 +20,12 @@ from k3rl.models.base import LanguageModel
 from k3rl.types import StopReason
 from rollout.engine import EngineStats, Generation
 from rollout.native.fixed import FixedForward
+from rollout.native.graphs import draw
 from rollout.native.prefix_cache import PrefixCache
 from rollout.native.runner import ModelRunner
 from rollout.native.sequence import Sequence
 from rollout.native.slots import SlotPool
 from rollout.native.stops import Decode, StopRules, check_request
-from rollout.sampling import sample, uniform_torch
 
 
 class NativeEngine:
@@ -44,6 +44,7 @@ class NativeEngine:
     deterministic     results independent of batching to the last bit, slowly: see `rollout.native.fixed`.
     prefix_bytes      size of the prefix cache (0: none), in blocks of ``prefix_block`` tokens, with running
                       states kept every ``prefix_interval`` tokens of a prefill and at the ends of turns.
+    cuda_graphs       replay decode steps as CUDA graphs, on a GPU.
     record_routing    note the experts of every token in its `Generation`, for models that have some. A prefix
                       from the cache would have none, so the two exclude each other.
     """
@@ -64,6 +65,7 @@ class NativeEngine:
         prefix_bytes: int = 0,
         prefix_block: int = 64,
         prefix_interval: int = 512,
+        cuda_graphs: bool = True,
         record_routing: bool = False,
         version: int = 0,
     ) -> None:
@@ -89,6 +91,7 @@ class NativeEngine:
             budget,
             narrow=not deterministic,
             record_routing=record_routing,
+            graphs=cuda_graphs and not deterministic,
         )
         self._fixed = FixedForward(model) if deterministic else None
         self._prefixes = PrefixCache(prefix_bytes, prefix_block) if prefix_bytes else None
@@ -161,20 +164,21 @@ class NativeEngine:
         if self._fixed is not None:
             return done + self._step_fixed()
         batch = self._decode_batch()
-        rows, hidden = list(batch.sequences), []
+        rows, parts = batch.sequences, []
         if rows:
-            hidden.append(self._runner.decode(batch.tokens_N, batch.slots_N))
+            parts.append(self._runner.step(batch))
             for row, sequence in enumerate(rows):
                 sequence.filled += 1
                 if self._runner.record_routing:
                     sequence.record(self._runner.routing[row : row + 1])
-        self._prefill(self.max_batch_tokens - len(rows), rows, hidden)
-        if not rows:
+        self._batch = batch
+        joined, hidden_ND = self._prefill(self.max_batch_tokens - len(rows))
+        if joined:
+            fresh = _Batch(joined, self._pool, self._runner.device)
+            parts.append(self._draw(fresh, self._runner.logits(hidden_ND)))
+        if not parts:
             return done
-        if len(rows) != len(batch.sequences):
-            batch = _Batch(rows, self._pool, self._runner.device)
-        logits_NV = self._runner.logits(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
-        return done + self._sample(batch, logits_NV)
+        return done + self._apply(rows + joined, parts[0] if len(parts) == 1 else torch.cat(parts, 1))
 
     def _step_fixed(self) -> list[Generation]:
         """Deterministic mode: everyone is fed one token, prompts too."""
@@ -193,7 +197,7 @@ class NativeEngine:
         if not rows:
             return []
         batch = _Batch(rows, self._pool, self._runner.device)
-        return self._sample(batch, logits_LV[torch.tensor(take, device=logits_LV.device)])
+        return self._apply(rows, self._draw(batch, logits_LV[torch.tensor(take, device=logits_LV.device)]))
 
     def _decode_batch(self) -> _Batch:
         """The rows that lack one token: those of the last step where nothing changed since."""
@@ -202,10 +206,10 @@ class NativeEngine:
         rows = [s for s in self._pool.running if s.missing == 1 and s.leader is None]
         return _Batch(rows, self._pool, self._runner.device)
 
-    def _prefill(self, budget: int, rows: list[Sequence], hidden: list[torch.Tensor]) -> None:
-        """Spend the budget on those that lack several tokens, oldest first; whoever completes joins
-        ``rows``."""
-        chosen, chunks = [], []
+    def _prefill(self, budget: int) -> tuple[list[Sequence], torch.Tensor | None]:
+        """Spend the budget on those that lack several tokens, oldest first; returns who is up to date now, and their
+        hidden states [N, D]."""
+        chosen, chunks, rows = [], [], []
         for sequence in self._pool.running:
             if sequence.missing > 1 and sequence.leader is None and budget > 0:
                 end = min(sequence.filled + budget, self._next_boundary(sequence))
@@ -214,7 +218,8 @@ class NativeEngine:
                 chosen.append(sequence)
                 chunks.append(chunk)
         if not chosen:
-            return
+            return [], None
+        self._batch = None  # from now on others lack exactly one token
         hidden_ND = self._runner.prefill(chunks, [s.slot for s in chosen])
         take: list[int] = []
         at = 0
@@ -229,8 +234,7 @@ class NativeEngine:
                 family = [sequence, *self._pool.spread(sequence)]
                 rows += family
                 take += [row] * len(family)
-        if take:
-            hidden.append(hidden_ND[torch.tensor(take, device=hidden_ND.device)])
+        return rows, hidden_ND[torch.tensor(take, device=hidden_ND.device)] if take else None
 
     def _next_boundary(self, sequence: Sequence) -> int:
         """Where a prefill chunk must end at the latest: prompts are cut where a checkpoint is due."""
@@ -258,37 +262,38 @@ class NativeEngine:
             ids = sequence.ids[: sequence.filled]
             self._prefixes.save(self._runner.cache, sequence.slot, ids, self.version, turn_end)
 
+    @staticmethod
     @torch.inference_mode()
-    def _sample(self, batch: _Batch, logits_NV: torch.Tensor) -> list[Generation]:
-        uniform_N = uniform_torch(batch.keys_N, batch.positions_N)
-        tokens_N, logprobs_N = sample(logits_NV, batch.settings, uniform_N)
-        # One copy to the host: float64 holds every token id and every float32 exactly.
-        host = torch.stack([tokens_N.double(), logprobs_N.double()]).cpu().numpy()
-        self._generated += len(batch.sequences)
-        finished = []
-        for sequence, token, logprob in zip(batch.sequences, host[0].astype(int).tolist(), host[1].tolist()):
-            self._append(sequence, token, logprob)
-            if sequence.generation.stop_reason is not None:
+    def _draw(batch: _Batch, logits_NV: torch.Tensor) -> torch.Tensor:
+        return draw(logits_NV, batch.keys_N, batch.positions_N, batch.settings)[1]
+
+    def _apply(self, sequences: list[Sequence], drawn_2N: torch.Tensor) -> list[Generation]:
+        """Tokens and log-probs to the host, in one copy, and into the records; returns what finished."""
+        tokens, logprobs = drawn_2N.cpu().numpy()
+        self._generated += len(sequences)
+        finished, version = [], self.version
+        for sequence, token, logprob in zip(
+            sequences, tokens.astype(int).tolist(), logprobs.tolist(), strict=True
+        ):
+            generation, stop = sequence.generation, sequence.stop
+            if logprob != logprob:
+                generation.stop_reason = StopReason.ERROR
+                generation.error = "the model produced a log-prob that is not a number"
                 finished.append(sequence)
-        batch.advance(tokens_N)
-        self._batch = batch
+                continue
+            generation.token_ids.append(token)
+            generation.logprobs.append(logprob)
+            generation.versions.append(version)
+            sequence.ids.append(token)
+            if stop.may_end(token, len(generation.token_ids)):
+                generation.stop_reason = stop.reason(generation)
+                if generation.stop_reason is not None:
+                    finished.append(sequence)
         for sequence in finished:
             if sequence.generation.stop_reason is not StopReason.ERROR:
                 self._save_prefix(sequence, turn_end=True)
             self._leave(sequence)
         return [s.generation for s in finished]
-
-    def _append(self, sequence: Sequence, token: int, logprob: float) -> None:
-        generation = sequence.generation
-        if logprob != logprob:
-            generation.stop_reason = StopReason.ERROR
-            generation.error = "the model produced a log-prob that is not a number"
-            return
-        generation.token_ids.append(token)
-        generation.logprobs.append(logprob)
-        generation.versions.append(self.version)
-        sequence.ids.append(token)
-        generation.stop_reason = sequence.stop.reason(generation)
 
     def _leave(self, sequence: Sequence) -> None:
         del self._by_id[sequence.generation.id]
@@ -329,10 +334,9 @@ class NativeEngine:
             raise RuntimeError(f"{len(self._by_id)} generations are queued or running: pause before sleeping")
         if self._runner.memory.level:
             raise RuntimeError("the engine already sleeps")
-        self._runner.drop_cache()
         if self._prefixes is not None:
             self._prefixes.clear()
-        self._runner.memory.sleep(level)
+        self._runner.sleep(level)
 
     def wake(self) -> None:
         if not self._runner.memory.level:

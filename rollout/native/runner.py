@@ -14,6 +14,8 @@ import torch
 
 from k3rl.models.base import LanguageModel
 from k3rl.models.cache import Cache
+from rollout.native.fused import FusedDecode, why_not
+from rollout.native.graphs import DecodeGraphs, Rows, plain_step
 from rollout.native.memory import ModelMemory
 from rollout.sampling import token_logprobs
 
@@ -24,7 +26,8 @@ _MAX_LOGIT_BYTES = 64 << 20  # float32 logits of one piece of a prompt that is s
 class ModelRunner:
     """Owns a model and the cache of its running sequences. Runs without gradients, on the model's device.
 
-    ``narrow`` caches start at 256 tokens a slot and widen; others have their full width from the start.
+    ``narrow`` caches start at 256 tokens a slot and widen; others have their full width from the start. On a GPU,
+    decode steps are CUDA graphs with ``graphs``, over a cache with one spare slot.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class ModelRunner:
         kv_budget_tokens: int,
         narrow: bool,
         record_routing: bool = False,
+        graphs: bool = True,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.max_slots, self.max_context, self.kv_budget_tokens = max_slots, max_context, kv_budget_tokens
@@ -42,6 +46,11 @@ class ModelRunner:
         self.memory = ModelMemory(model)
         self.cache: Cache | None = None
         self.record_routing = record_routing
+        on_gpu = self.memory.device.type == "cuda" and not record_routing
+        self._spare = int(on_gpu and graphs)
+        self._fusable = on_gpu and narrow and not why_not(model)
+        self._fused: FusedDecode | None = None
+        self._graphs: DecodeGraphs | None = None
         self.routing: np.ndarray | None = None  # newest forward's, int16 [T, expert layers, experts a token]
 
     @property
@@ -66,7 +75,9 @@ class ModelRunner:
 
     @property
     def num_slots(self) -> int:
-        return self.cache.num_slots if self.cache is not None else self.slots_at(self.width_for(1))
+        if self.cache is not None:
+            return self.cache.num_slots - self._spare
+        return self.slots_at(self.width_for(1))
 
     def open_cache(self, longest: int) -> None:
         """A fresh cache wide enough, where none is open."""
@@ -75,35 +86,66 @@ class ModelRunner:
 
     def new_cache(self, longest: int = 1) -> Cache:
         width = self.width_for(longest)
-        return self.model.make_cache(self.slots_at(width), width, self.device)
+        return self.model.make_cache(self.slots_at(width) + self._spare, width, self.device)
 
     def widen(self, longest: int, occupied: list[int]) -> dict[int, int]:
         """Move to a cache wide enough, keeping the ``occupied`` slots; returns old slot -> new slot.
 
-        The caller has seen to it that they fit in `slots_at` of the new width. The old cache is freed
-        before the new one is made; in between only what the sequences really hold exists.
+        The caller has seen to it that they fit in `slots_at` of the new width. Tensor by tensor, so that only one
+        exists twice at a time.
         """
-        old = self.cache
-        states = [(slot, old.export(slot)) for slot in occupied]
-        self.cache = None
-        del old
-        self.cache = self.new_cache(longest)
-        moved = {}
-        for new_slot, (slot, state) in enumerate(states):
-            self.cache.import_(new_slot, state)
-            moved[slot] = new_slot
-        return moved
+        old, self.cache, self._graphs = self.cache, None, None
+        width = self.width_for(longest)
+        new = self.model.make_cache(self.slots_at(width) + self._spare, width, "meta")
+        index = torch.tensor(occupied, dtype=torch.int64, device=self.device)
+        new.lengths = torch.zeros(new.num_slots, dtype=torch.int64, device=self.device)
+        new.lengths[: len(occupied)] = old.lengths[index]
+        for name in list(new.tokens):
+            held, wide = old.tokens.pop(name), torch.zeros_like(new.tokens[name], device=self.device)
+            wide[: len(occupied), : held.shape[1]] = held[index]
+            new.tokens[name] = wide
+            del held
+        for name in list(new.states):
+            new.states[name] = torch.zeros_like(new.states[name], device=self.device)
+            new.states[name][: len(occupied)] = old.states.pop(name)[index]
+        self.cache = new
+        return {slot: place for place, slot in enumerate(occupied)}
 
     def drop_cache(self) -> None:
-        self.cache = None
+        self.cache = self._graphs = None
+
+    def rest_cache(self) -> bool:
+        """Nothing runs any more. The cache goes, lest the next one start as wide as the last ended; a narrow one stays
+        on a GPU, with the graphs over it. Says whether it stayed."""
+        if self._spare and self.cache is not None and self.width == self._first_width:
+            return True
+        self.drop_cache()
+        return False
+
+    def sleep(self, level: int) -> None:
+        self.drop_cache()
+        self._fused = None  # it holds the weights' storage
+        self.memory.sleep(level)
 
     # -- forwards ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def decode(self, tokens_N: torch.Tensor, slots_N: torch.Tensor) -> torch.Tensor:
-        """One token for each of N different slots: hidden states [N, D]."""
+    def step(self, rows: Rows) -> torch.Tensor:
+        """One more token for each of N different slots: float64 [2, N], tokens and log-probs."""
+        if not self._spare:
+            return plain_step(rows, self._decode_logits)
+        if self._graphs is None:
+            spare_slot = self.cache.num_slots - 1
+            self._graphs = DecodeGraphs(self._decode_logits, self.cache.lengths, spare_slot)
+        return self._graphs(rows)
+
+    def _decode_logits(self, tokens_N: torch.Tensor, slots_N: torch.Tensor) -> torch.Tensor:
+        if self._fusable:
+            if self._fused is None:
+                self._fused = FusedDecode(self.model)
+            return self.model.logits(self._fused(tokens_N, slots_N, self.cache))
         cu = torch.arange(tokens_N.shape[0] + 1, device=self.device)
-        return self._forward(tokens_N, cu, slots_N)
+        return self.model.logits(self._forward(tokens_N, cu, slots_N))
 
     def _forward(self, ids_T: torch.Tensor, cu: torch.Tensor, slots_N: torch.Tensor) -> torch.Tensor:
         if not self.record_routing:

@@ -48,12 +48,14 @@ class SlotPool:
             self.runner.open_cache(len(self.waiting[0].ids) + 1)
             self._free = list(range(self.runner.num_slots))[::-1]
         limit = self.throttle.limit(len(self.running), len(self.waiting), self.utilisation())
+        placed: list[Sequence] = []
         while self.waiting and self._free and len(self.running) < limit:
             sequence = self.waiting[0]
             if len(sequence.ids) >= self.runner.width and not self._widen_to_admit(len(sequence.ids) + 1):
-                return
+                break
             self.waiting.popleft()
             self._place(sequence)
+            placed.append(sequence)
             self._resume(sequence, version)
             while (
                 sequence.missing > 1
@@ -65,6 +67,11 @@ class SlotPool:
                 twin.leader = sequence
                 sequence.twins.append(twin)
                 self._place(twin)
+        fresh = [s.slot for s in placed if s.filled == 0]
+        if (
+            fresh
+        ):  # all at once; what was imported or will be copied into has been, or will be, cleared by that
+            self.runner.cache.reset(fresh)
 
     def _twin_next(self, sequence: Sequence) -> bool:
         if not self.waiting:
@@ -74,7 +81,6 @@ class SlotPool:
 
     def _place(self, sequence: Sequence) -> None:
         sequence.slot, sequence.filled = self._free.pop(), 0
-        self.runner.cache.reset(sequence.slot)
         self.table.set(sequence.slot, sequence.generation)
         self.running.append(sequence)
         self.epoch += 1
@@ -148,7 +154,8 @@ class SlotPool:
                     self.kept[sequence.generation.id] = {k: v.cpu() for k, v in state.items()}
         self.waiting.clear()
         self.running.clear()
-        self.runner.drop_cache()  # contexts are short again: the next cache starts narrow
+        if self.runner.rest_cache():
+            self._free = list(range(self.runner.num_slots))[::-1]
         self.throttle.reset()
         self.epoch += 1
 

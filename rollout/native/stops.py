@@ -85,6 +85,10 @@ class StopRules:
             for end in range(1, len(generation.token_ids)):  # a resumed response is read as it grew
                 self._strings.hit(generation.token_ids[:end])
 
+    def may_end(self, token: int, count: int) -> bool:
+        """A cheap look at the newest token, the ``count``-th: is `reason` worth asking?"""
+        return token in self.ids or count >= self.limit or self._strings is not None
+
     def reason(self, generation: Generation) -> StopReason | None:
         """Why the response ends with its newest token, if it does; call it once for every token."""
         tokens = generation.token_ids
