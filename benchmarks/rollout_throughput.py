@@ -23,6 +23,7 @@ sys.path.append(sys.path.pop(0))  # this folder has a rewards.py too
 from harness import Result
 
 from k3rl.models import ModelConfig, build_model, load_model
+from k3rl.models.smollm2 import smollm2_folder
 from rollout.engine import Generation, SamplingParams
 from rollout.native import NativeEngine
 
@@ -79,11 +80,16 @@ def on_gpu(result: Result, batches: list[int], peer: bool) -> None:
             False
         )
     parameters = sum(p.numel() for p in model.parameters())
+    if peer:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        shape = AutoConfig.for_model(**QWEN3)
+        plain = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).to("cuda").eval()
     rng = random.Random(0)
     for batch in batches:
         prompts = [[rng.randrange(1000, 150_000) for _ in range(128)] for _ in range(batch)]
         lengths = [128] * batch
-        theirs = generate(model.hf, prompts, lengths, "cuda") if peer else None
+        theirs = generate(plain, prompts, lengths, "cuda") if peer else None
         ours = native(model, prompts, lengths)
         result.row(f"128 in, 128 out, batch {batch}", ours, "tokens/s", "transformers generate", theirs)
         cache = 2 * 28 * 8 * 128 * 2 * 192 * batch  # keys and values of the average length
@@ -92,11 +98,14 @@ def on_gpu(result: Result, batches: list[int], peer: bool) -> None:
 
 
 def on_cpu(result: Result, count: int) -> None:
+    from transformers import AutoModelForCausalLM
+
     model = load_model(ModelConfig(path="smollm2-135m-instruct")).requires_grad_(False)
+    plain = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).eval()
     rng = random.Random(0)
     prompts = [[rng.randrange(100, 40_000) for _ in range(rng.randint(16, 96))] for _ in range(count)]
     lengths = [min(64, max(4, round(rng.lognormvariate(2.6, 0.8)))) for _ in range(count)]
-    theirs = generate(model.hf, prompts, lengths, "cpu")
+    theirs = generate(plain, prompts, lengths, "cpu")
     ours = native(model, prompts, lengths, rounds=1)
     result.row(f"SmolLM2-135M, {count} ragged prompts", ours, "tokens/s", "transformers generate", theirs)
 

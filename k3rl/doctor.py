@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -46,7 +47,7 @@ def show(checks: list[Check]) -> None:
     table = Table("", "what", "found", "to get it", box=None, pad_edge=False)
     for check in checks:
         mark = "[green]ok[/]" if check.ok else ("[red]missing[/]" if check.required else "[yellow]absent[/]")
-        table.add_row(mark, check.name, check.found, "" if check.ok else check.fix)
+        table.add_row(mark, check.name, escape(check.found), "" if check.ok else escape(check.fix))
     Console().print(table)
 
 
