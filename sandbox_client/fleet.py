@@ -271,6 +271,8 @@ class Fleet:
     ) -> Lease:
         """A sandbox for a trajectory: a warm one where the template is the fleet's own, else a new one."""
         own = template in (None, self.config.spec.template)
+        while own and not self._warm and self._places.locked() and self._filling and not self._filling.done():
+            await asyncio.wait([self._filling])  # the last place is one that is being made ready
         if own and self._warm:
             sandbox = self._warm.popleft()  # its place is taken along
             self._fill()

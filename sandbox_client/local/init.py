@@ -323,8 +323,21 @@ def op_exec(conn, request):
     run = Exec(conn, request)
     try:
         run.run()
+        linger(conn)
     except (EOFError, OSError):  # the client is gone
         kill_tree()
+
+
+def linger(conn, limit_s=2.0):
+    """Read what the client still sends, such as input nobody wants: closing a socket with unread bytes in it would
+    throw away the answer that the client has not read yet."""
+    conn.shutdown(socket.SHUT_WR)
+    deadline = time.monotonic() + limit_s
+    poll = select.poll()
+    poll.register(conn, select.POLLIN)
+    while (left_s := deadline - time.monotonic()) > 0 and poll.poll(left_s * 1000):
+        if not conn.recv(PIECE):
+            return
 
 
 # ------------------------------------------------------------------ files

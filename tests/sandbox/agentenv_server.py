@@ -767,8 +767,7 @@ class AgentEnvServer:
                     yield connect_frame({}, 2)
                     return
             if running.ended:
-                yield connect_frame({"error": {"code": "internal", "message": "process lost"}}, 2)
-                return
+                return  # the machine has gone: its stream breaks off without an end event
             async with running.changed:
                 with contextlib.suppress(TimeoutError):
                     if seen == len(running.events) and not running.ended:
