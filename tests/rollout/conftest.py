@@ -1,19 +1,14 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_session():
-    """One Ray for all tests of a session; whoever started it already keeps it."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+    """A Ray of this module's own: actors that other tests left behind would hold the cores."""
     import ray
 
-    mine = not ray.is_initialized()
-    if mine:
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.shutdown()
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield ray
-    if mine:
-        ray.shutdown()
+    ray.shutdown()
