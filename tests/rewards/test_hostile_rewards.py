@@ -122,7 +122,10 @@ def test_a_process_with_a_thread_left_over_is_not_used_again():
 def test_what_a_reward_started_dies_with_the_worker():
     worker = worker_for("leaves_a_process")
     worker.score(make_group(["1"]))
-    assert any("sleep 86399" in c for c in descendants(os.getpid()).values())
+    deadline = time.monotonic() + 10
+    while not any("sleep 86399" in c for c in descendants(os.getpid()).values()):
+        assert time.monotonic() < deadline, "the reward's process never started"
+        time.sleep(0.01)
     worker.close()
     deadline = time.monotonic() + 10
     while any("86399" in c for c in descendants(os.getpid()).values()) or _sleeping():

@@ -100,17 +100,19 @@ def trajectories(pool: RolloutPool, steps: int = 1) -> list[Trajectory]:
     return [t for s in range(steps) for g in run_step(pool, s, draws) for t in g.trajectories]
 
 
-@pytest.mark.parametrize(("share", "lambda_"), [(0.0, 1.0), (0.0, 0.4), (0.05, 0.6)])
+@pytest.mark.parametrize(("share", "lambda_"), [(0.0, 1.0), (0.0, 0.4), (0.2, 0.6)])
 def test_each_turns_prompt_begins_with_the_last_turns_ids_exactly(share, lambda_):
     """Also where trajectories are paused between and within turns, and where workers die."""
     seed = random.randrange(2**32)
     print("seed", seed)
     script = Script(THREE_TURNS)
-    pool = pool_with(script, settings_with(**{"lambda": lambda_}), share, seed)
+    # A worker that may die must live long enough, in seconds, for a tool's thread to answer.
+    slice_s = 0.002 if share else 1e-6
+    pool = pool_with(script, settings_with(slice_s=slice_s, **{"lambda": lambda_}), share, seed)
     done = trajectories(pool, steps=1 if lambda_ == 1.0 else 4)
     assert len(done) >= 6
     if share:
-        assert pool.fleet.transport.deaths > 5
+        assert pool.fleet.transport.deaths > 1
     for t in done:
         assert (t.status, t.stop_reason, t.turns) == (Status.COMPLETE, StopReason.END_OF_TURN, 3), t.error
         first, second, third = script.contexts[t.id]
