@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-SMALLER_IS_BETTER = ("ms", "s", "GiB", "MiB")
+SMALLER_IS_BETTER = ("ms", "s", "GiB", "MiB", "relative")
 
 
 class Result:

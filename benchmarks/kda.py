@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+sys.path.append(sys.path.pop(0))  # this folder has a rewards.py too
+from harness import Result
 
 from k3rl.models import Layout, ModelConfig, build_model
 from k3rl.models.attention import packed_attention, padded_attention
@@ -35,26 +35,8 @@ from k3rl.models.k3.moe import Experts
 
 BOUND = -5.0
 NAMES = ("q", "k", "v", "z", "b", "A_log", "dt_bias", "state")
-rows: list[dict[str, Any]] = []
-
-
-def row(metric: str, value: float, unit: str, peer: str = "", peer_value: float | None = None) -> None:
-    """One line of the result; the ratio is how many times better than the peer."""
-    ratio = None
-    if peer_value is not None and value:
-        ratio = peer_value / value if unit in ("ms", "GiB") else value / peer_value
-    rows.append(
-        {
-            "metric": metric,
-            "value": value,
-            "unit": unit,
-            "peer": peer or None,
-            "peer_value": peer_value,
-            "ratio": ratio,
-        }
-    )
-    beside = f"   {peer} {peer_value:.4g}, ratio {ratio:.3g}" if ratio is not None else f"   {peer}"
-    print(f"{metric:58s} {value:10.4g} {unit}{beside}", flush=True)
+result = Result("kda", "cuda" if torch.cuda.is_available() else "cpu")
+row = result.row
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -93,13 +75,13 @@ def call(inputs: list[Tensor], layout: Layout, backend: str) -> tuple[Tensor, Te
 # -- numbers
 
 
-def check_kda(device: torch.device, kernel: str) -> list[str]:
+def check_kda(device: torch.device, kernel: str, heads: int, widths: list[int]) -> list[str]:
     """The kernels against the chunked form on the same bfloat16 inputs: outputs, states and all gradients."""
     failed = []
     lengths = [1, 15, 63, 64, 65, 700, 1391]
-    for width in (32, 64, 128):
+    for width in widths:
         for shift, where in ((-2.0, "usual decays"), (40.0, "decays at the bound")):
-            inputs = drawn(lengths, 4, width, device, seed=width, shift=shift)
+            inputs = drawn(lengths, heads, width, device, seed=width, shift=shift)
             up = torch.randn(inputs[2].shape, device=device, dtype=torch.bfloat16)
             results = {}
             for backend in (kernel, "torch"):
@@ -121,14 +103,14 @@ def check_kda(device: torch.device, kernel: str) -> list[str]:
             worst = max(
                 relative(a, b) for a, b in zip(results[kernel][:2], results["torch"][:2], strict=True)
             )
-            row(f"error/kda/width {width}/{where}", worst, "relative", "bound 2e-2")
+            row(f"error/kda/width {width}/{where}", worst, "relative", "bound", 2e-2)
     return failed
 
 
-def check_decode(device: torch.device, kernel: str) -> list[str]:
+def check_decode(device: torch.device, kernel: str, heads: int, width: int) -> list[str]:
     """Prefill cut at a random place and continued by single steps equals the whole."""
     length, cut = 300, 171
-    inputs = drawn([length], 4, 64, device, seed=5)
+    inputs = drawn([length], heads, width, device, seed=5)
     with torch.no_grad():
         whole, last = call(inputs, layout_of([length], device), "torch")
         first = [x[:cut] for x in inputs[:5]] + inputs[5:]
@@ -139,7 +121,7 @@ def check_decode(device: torch.device, kernel: str) -> list[str]:
             out, state = call(step, layout_of([1], device), kernel)
             outs.append(out)
     error = max(relative(torch.cat(outs), whole), relative(state, last))
-    row("error/kda/prefill, then single steps", error, "relative", "bound 2e-2")
+    row("error/kda/prefill, then single steps", error, "relative", "bound", 2e-2)
     return [f"KDA by steps differs by {error:.2e}"] if not error <= 2e-2 else []
 
 
@@ -165,7 +147,7 @@ def check_experts(device: torch.device) -> list[str]:
     experts._grouped = grouped  # type: ignore[method-assign]
     error = max(relative(a, b) for a, b in zip(*found.values(), strict=True))
     idle = float(experts.w1.grad[31].abs().max())
-    row("error/experts/grouped against one by one", error, "relative", "bound 2e-2")
+    row("error/experts/grouped against one by one", error, "relative", "bound", 2e-2)
     bad = [f"grouped experts differ by {error:.2e}"] if not error < 2e-2 else []
     return bad + ([f"an idle expert has a gradient of {idle}"] if idle != 0 else [])
 
@@ -182,7 +164,7 @@ def check_attention(device: torch.device) -> list[str]:
     fast = packed_attention(q, k, v, layout, 0.1)
     slow = padded_attention(q.float(), k.float(), v.float(), layout, layout.past, 0.1, None)
     error = relative(fast, slow)
-    row("error/attention/varlen with cached tokens", error, "relative", "bound 2e-2")
+    row("error/attention/varlen with cached tokens", error, "relative", "bound", 2e-2)
     return [f"varlen attention differs by {error:.2e}"] if not error < 2e-2 else []
 
 
@@ -324,7 +306,7 @@ def train_step(model: K3Model, device: torch.device, kernel: str, tokens: int) -
         times[backend] = timed(run, device)
     error = abs(losses[kernel] / losses["torch"] - 1)
     row(f"time/{tokens} tokens forward+backward", times[kernel], "ms", "chunked torch", times["torch"])
-    row("error/loss of the whole model", error, "relative", "bound 1e-2")
+    row("error/loss of the whole model", error, "relative", "bound", 1e-2)
     model.eval()
     return [f"the model's loss differs by {error:.2e}"] if not error < 1e-2 else []
 
@@ -376,18 +358,6 @@ def decode_graph(model: K3Model, device: torch.device, sequences: int, prompt: i
     return [] if replayed == eager else [f"the captured step of {sequences} sequences writes other tokens"]
 
 
-def versions() -> dict[str, str]:
-    out = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("fla-core", "triton"):
-        try:
-            out[name] = version(name)
-        except PackageNotFoundError:
-            out[name] = "none"
-    if torch.cuda.is_available():
-        out["gpu"] = torch.cuda.get_device_name()
-    return out
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -395,6 +365,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument(
+        "--check-widths", type=int, nargs="*", default=[128], help="each takes fla about a minute of tuning"
+    )
     parser.add_argument("--quick", action="store_true", help="short sequences and k3-nano")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -403,28 +376,20 @@ def main() -> int:
     kernel = "fla" if device.type == "cuda" else "torch"
     lengths = [256, 1024] if args.quick else [1 << n for n in range(12, 18)]
 
-    failed = check_kda(device, kernel) + check_decode(device, kernel)
+    failed = check_kda(device, kernel, args.heads, args.check_widths)
+    failed += check_decode(device, kernel, args.heads, args.width)
     failed += check_experts(device) + check_attention(device)
     for line in failed:
         print("WRONG:", line, flush=True)
     if not failed:
         speed(device, kernel, lengths, args.heads, args.width)
+        result.write(args.out)
         decode_kernel(device, kernel, args.heads, args.width)
         model = mini(device, args.quick)
         failed += train_step(model, device, kernel, 1024 if args.quick else 16384)
         for sequences in (1, 8) if args.quick else (1, 16, 64):
             failed += decode_graph(model, device, sequences, 64 if args.quick else 512)
-    result = {
-        "name": "kda",
-        "machine": args.out.suffixes[-2].strip(".") if args.out and len(args.out.suffixes) > 1 else "unknown",
-        "versions": versions(),
-        "command": " ".join(["python", *sys.argv]),
-        "failed": failed,
-        "rows": rows,
-    }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    result.write(args.out)
     for line in failed:
         print("WRONG:", line)
     return 1 if failed else 0
