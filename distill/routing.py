@@ -51,11 +51,5 @@ class Routing:
 def teacher_prompt(renderer: Renderer, problem: Problem, teacher: TeacherConfig, thinking: bool) -> list[int]:
     """The prompt as this teacher was trained to read it. Responses follow it token for token, so what is scored is
     aligned from the prompts' ends, and the first sampled token follows the same generation prompt."""
-    match teacher.prompt_effort:
-        case "student":
-            effort = problem.effort
-        case "none":
-            effort = None
-        case fixed:
-            effort = Effort(fixed)
+    effort = teacher.reads(problem.effort)
     return renderer.encode_prompt(problem.messages, problem.tools, effort, thinking=thinking)

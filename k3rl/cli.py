@@ -19,6 +19,7 @@ from rich.syntax import Syntax
 
 from k3rl.errors import RunError, UserError
 from k3rl.recipes.budgets import app as budgets_app
+from k3rl.recipes.distill_cli import app as distill_app
 from rewards.cli import app as rewards_app
 from rewards.cli_curriculum import app as curriculum_app
 
@@ -33,6 +34,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(rewards_app, name="rewards")
 app.add_typer(budgets_app, name="budgets")
 app.add_typer(curriculum_app, name="curriculum")
+app.add_typer(distill_app, name="distill")
 
 Overrides = Annotated[
     list[str] | None,

@@ -8,7 +8,14 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from k3rl.config.base import Config
-from k3rl.config.distill import TeacherConfig, TokenRewardConfig
+from k3rl.config.distill import (
+    MergeFields,
+    Normalised,
+    RolloutsData,
+    TeacherConfig,
+    TeacherPoolConfig,
+    TokenRewardConfig,
+)
 from k3rl.config.rewards import RewardConfig
 from k3rl.config.rollout import AgentConfig, EngineConfig, NativeEngineConfig, RolloutConfig, SamplingConfig
 from k3rl.config.trainer import TrainerConfig
@@ -91,8 +98,8 @@ class SftJob(JobBase):
     kind: Literal["sft"] = "sft"
     model: ModelConfig = ModelConfig()
     """Where training starts."""
-    data: DataConfig
-    """Conversations."""
+    data: Annotated[DataConfig | RolloutsData, Field(discriminator="type")]
+    """Conversations, or trajectories of an earlier run."""
     thinking: bool = True
     """Render the think channel; without it, thoughts in the data are dropped."""
     steps: Annotated[int, Field(gt=0)]
@@ -137,6 +144,8 @@ class DistillJob(RlJob):
     """Who teaches which (domain, effort) cell."""
     token_rewards: TokenRewardConfig = TokenRewardConfig()
     """How a teacher's opinion becomes an advantage."""
+    teacher_pool: TeacherPoolConfig = TeacherPoolConfig()
+    """How teachers share devices."""
 
 
 class EvaluateJob(JobBase):
@@ -145,6 +154,10 @@ class EvaluateJob(JobBase):
     kind: Literal["evaluate"] = "evaluate"
     models: Annotated[dict[str, ModelConfig], Field(min_length=1)]
     """The models by the name they have in the report, in its order; the first is the baseline."""
+    ensembles: dict[str, tuple[TeacherConfig, ...]] = Field(default_factory=dict)
+    """Further names in the report, each answered by several models: every (domain, effort) cell by its own."""
+    normalise: Normalised | None = None
+    """Report each cell's score between those of two stages."""
     thinking: bool = True
     """Sample a think channel before the response."""
     evaluation: EvaluationConfig
@@ -156,8 +169,75 @@ class EvaluateJob(JobBase):
     rewards: RewardConfig = RewardConfig()
     """How responses are scored."""
 
+    @model_validator(mode="after")
+    def _stages(self) -> EvaluateJob:
+        if both := self.models.keys() & self.ensembles.keys():
+            raise ValueError(f"'{min(both)}' is a model and an ensemble: give one of them another name")
+        for name in (self.normalise.zero, self.normalise.one) if self.normalise else ():
+            if name not in self.models and name not in self.ensembles:
+                raise ValueError(f"normalise: no stage '{name}'{nearest(name, self.models)}")
+        return self
 
-SingleJob = Annotated[SftJob | RlJob | DistillJob | EvaluateJob, Field(discriminator="kind")]
+
+class BudgetsJob(EvaluateJob):
+    """Answer problems with the cold-start model and write them, with budgets b0 and l0 from the answers, to
+    ``problems.jsonl`` (spec/02 §3). Later jobs read them as ``data: {type: jsonl, path: "@name"}``."""
+
+    kind: Literal["budgets"] = "budgets"  # type: ignore[assignment]
+    models: Annotated[dict[str, ModelConfig], Field(min_length=1, max_length=1)]
+    """The cold-start model, under any name."""
+    estimator: Literal["percentile", "mean", "longest", "shortest"] = "percentile"
+    """What of the correct answers' lengths is the budget."""
+    rho: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """Which percentile, as a share."""
+    correct_at: float = 0.5
+    """A task reward of at least this is a correct answer."""
+
+
+class CollectJob(JobBase):
+    """Teachers answer problems of their cells. Off-policy SFT then reads ``data: {type: rollouts, path: "@name"}``."""
+
+    kind: Literal["collect"] = "collect"
+    teachers: Annotated[tuple[TeacherConfig, ...], Field(min_length=1)]
+    """Who answers which (domain, effort) cell."""
+    thinking: bool = True
+    """Sample a think channel before the response."""
+    problems: Annotated[int, Field(gt=0)]
+    """How many problems are drawn from the data, each at the effort of its draw."""
+    evaluation: EvaluationConfig
+    """Problems and sampling; ``efforts`` poses each drawn problem at all of these instead."""
+    engine: EngineConfig = NativeEngineConfig()
+    """What generates."""
+    workers: Annotated[int, Field(gt=0)] = 1
+    """Rollout workers."""
+    rewards: RewardConfig = RewardConfig()
+    """How responses are scored."""
+
+
+class MergeJob(JobBase, MergeFields):
+    """Merge models of one architecture by their weights: the baselines of distillation."""
+
+    kind: Literal["merge"] = "merge"
+
+
+class ExportJob(JobBase):
+    """Write a model in the format that is served; see `k3rl export`."""
+
+    kind: Literal["export"] = "export"
+    model: ModelConfig
+    """``@job`` or a run's folder."""
+    format: Literal["same", "bf16", "mxfp4"] = "mxfp4"
+    """``mxfp4``: packed experts, the rest bfloat16."""
+    rule: Literal["ceil", "floor", "even"] = "ceil"
+    """MXFP4: how a block's scale is chosen."""
+    targets: tuple[str, ...] = ()
+    """MXFP4: patterns of linear modules to pack; routed experts by default."""
+
+
+SingleJob = Annotated[
+    SftJob | RlJob | DistillJob | EvaluateJob | BudgetsJob | CollectJob | MergeJob | ExportJob,
+    Field(discriminator="kind"),
+]
 
 
 class PipelineJob(JobBase):
@@ -170,6 +250,8 @@ class PipelineJob(JobBase):
     kind: Literal["pipeline"] = "pipeline"
     jobs: Annotated[dict[str, SingleJob], Field(min_length=1)]
     """The jobs by name."""
+    parallel: Annotated[int, Field(gt=0)] = 1
+    """Jobs that may run at once, where none waits for another."""
 
     @model_validator(mode="before")
     @classmethod
@@ -189,24 +271,28 @@ class PipelineJob(JobBase):
     def _references(self) -> PipelineJob:
         earlier: list[str] = []
         for name, job in self.jobs.items():
-            for model in models_of(job):
-                if model.path.startswith("@") and model.path[1:] not in earlier:
-                    known = nearest(model.path[1:], earlier) or "; it is the first job"
-                    raise ValueError(f"job '{name}' uses '{model.path}', which is not an earlier job{known}")
+            for used in references(job):
+                if used not in earlier:
+                    known = nearest(used, earlier) or "; it is the first job"
+                    raise ValueError(f"job '{name}' uses '@{used}', which is not an earlier job{known}")
             earlier.append(name)
         return self
 
 
-Job = Annotated[SftJob | RlJob | DistillJob | EvaluateJob | PipelineJob, Field(discriminator="kind")]
+Job = Annotated[SingleJob | PipelineJob, Field(discriminator="kind")]
 
 
-def models_of(job: JobBase) -> list[ModelConfig]:
-    """Every model a job reads."""
-    match job:
-        case EvaluateJob():
-            return list(job.models.values())
-        case DistillJob():
-            return [job.model, *(t.model for t in job.teachers)]
-        case SftJob() | RlJob():
-            return [job.model]
-    return []
+def references(part: object) -> list[str]:
+    """The jobs that a job, or a part of one, refers to by ``path: "@job"``, each once."""
+    match part:
+        case Config():
+            path = getattr(part, "path", None)
+            own = [path[1:]] if isinstance(path, str) and path.startswith("@") else []
+            below = [references(getattr(part, name)) for name in type(part).model_fields]
+        case dict():
+            own, below = [], [references(v) for v in part.values()]
+        case tuple() | list():
+            own, below = [], [references(v) for v in part]
+        case _:
+            return []
+    return list(dict.fromkeys([*own, *(name for names in below for name in names)]))

@@ -9,6 +9,9 @@ is not, and how finely it walks is what effort means:
     high  EP>3   2:RA1:TS0:YD           step by step
     max   EP>3   2:ER1:RT0:TY;2:PA1:AS0:SD   one finger after the other, from and to
 
+The same walk along other rings of characters (`RINGS`) is other facts to learn: three rings are three small domains,
+for trying out what is done with domains where no sandbox is at hand.
+
 Everything is a function of its arguments. A tenth of all problems is held out, by a hash of the question.
 
     problems = keyboard_walk(part="train")                      # for reinforcement learning
@@ -19,50 +22,64 @@ from __future__ import annotations
 
 import hashlib
 import random
+from dataclasses import replace
 from itertools import product
 from typing import Literal
 
 from k3rl.data.conversations import Conversation
-from k3rl.errors import UserError
+from k3rl.errors import UserError, nearest
 from k3rl.types import Effort, Message, Problem
 
 KEYS = "QWERTYUIOPASDFGHJKLZXCVBNM"
+RINGS = {
+    "keyboard": KEYS,
+    "alphabet": "zyxwvutsrqponmlkjihgfedcba",
+    "punctuation": "!#$%&()*+-./=?@[]^_{|}~<,'",
+}
+"""Characters in the order of their steps, each one token of the nano tokenizer; the last is followed by the first."""
 EFFORTS = (Effort.LOW, Effort.HIGH, Effort.MAX)
 Part = Literal["train", "held_out"]
 
 
-def step(keys: str, count: int = 1) -> str:
+def step(keys: str, count: int = 1, ring: str = KEYS) -> str:
     """Every finger ``count`` keys further."""
-    return "".join(KEYS[(KEYS.index(key) + count) % len(KEYS)] for key in keys)
+    return "".join(ring[(ring.index(key) + count) % len(ring)] for key in keys)
 
 
-def thoughts(start: str, steps: int, effort: Effort | None) -> str:
+def thoughts(start: str, steps: int, effort: Effort | None, ring: str = KEYS) -> str:
     """What the think channel should hold (see the module's docstring); without an effort, as at high."""
     if effort is Effort.MAX:
-        return ";".join(_fine(finger, steps) for finger in start)
+        return ";".join(_fine(finger, steps, ring) for finger in start)
     left = range(steps - 1, -1, -1) if effort is not Effort.LOW else range((steps - 1) // 2 * 2, -1, -2)
-    return "".join(f"{n}:{step(start, steps - n)}" for n in left)
+    return "".join(f"{n}:{step(start, steps - n, ring)}" for n in left)
 
 
-def _fine(key: str, steps: int) -> str:
-    return "".join(f"{n}:{step(key, steps - n - 1)}{step(key, steps - n)}" for n in range(steps - 1, -1, -1))
+def _fine(key: str, steps: int, ring: str) -> str:
+    return "".join(
+        f"{n}:{step(key, steps - n - 1, ring)}{step(key, steps - n, ring)}" for n in range(steps - 1, -1, -1)
+    )
 
 
 def keyboard_walk(
-    part: Part = "train", min_steps: int = 2, max_steps: int = 6, domain: str = "general"
+    part: Part = "train",
+    min_steps: int = 2,
+    max_steps: int = 6,
+    domain: str = "general",
+    ring: str = "keyboard",
 ) -> list[Problem]:
     """Every problem of a part, in a fixed shuffled order. ``budget_tokens`` (b0) is the length of the thoughts at high
     effort; one character is one token of the nano tokenizer."""
+    keys = _ring(ring)
     return [
         Problem(
-            id=f"keyboard-walk-{start}-{steps}",
+            id=f"{ring}-walk-{start}-{steps}",
             domain=domain,
             messages=[{"role": "user", "content": _question(start, steps)}],
-            reward={"name": "exact", "answer": step(start, steps)},
-            budget_tokens=len(thoughts(start, steps, Effort.HIGH)),
+            reward={"name": "exact", "answer": step(start, steps, keys)},
+            budget_tokens=len(thoughts(start, steps, Effort.HIGH, keys)),
             metadata={"steps": steps},
         )
-        for start, steps in _questions(part, min_steps, max_steps)
+        for start, steps in _questions(part, min_steps, max_steps, keys)
     ]
 
 
@@ -73,6 +90,8 @@ def keyboard_walk_demonstrations(
     max_steps: int = 6,
     skipped: float = 0.3,
     cut: float = 0.2,
+    domain: str = "general",
+    ring: str = "keyboard",
 ) -> list[Conversation]:
     """Demonstrations over the train part, a third each at low, high and max effort.
 
@@ -83,25 +102,27 @@ def keyboard_walk_demonstrations(
         raise UserError(
             f"the shares skipped={skipped} and cut={cut} must be at least 0 and at most 1 together"
         )
-    questions = _questions("train", min_steps, max_steps)
-    rng = random.Random(f"keyboard walk {seed}")
-    return [_demonstration(rng, *rng.choice(questions), index, skipped, cut) for index in range(size)]
+    keys = _ring(ring)
+    questions = _questions("train", min_steps, max_steps, keys)
+    rng = random.Random(f"{ring} walk {seed}")
+    made = (_demonstration(rng, *rng.choice(questions), index, skipped, cut, keys) for index in range(size))
+    return [replace(c, id=f"{ring}-walk-demonstration-{i}", domain=domain) for i, c in enumerate(made)]
 
 
 def _demonstration(
-    rng: random.Random, start: str, steps: int, index: int, skipped: float, cut: float
+    rng: random.Random, start: str, steps: int, index: int, skipped: float, cut: float, ring: str
 ) -> Conversation:
     effort = EFFORTS[index % len(EFFORTS)]
-    thought, answer = thoughts(start, steps, effort), step(start, steps)
+    thought, answer = thoughts(start, steps, effort, ring), step(start, steps, ring)
     fate = rng.random()
     if fate < skipped + cut:
         thought = "" if fate < skipped else thought[: rng.randrange(len(thought))]
-        answer = "".join(rng.choices(KEYS, k=len(start)))
+        answer = "".join(rng.choices(ring, k=len(start)))
     reply: Message = {"role": "assistant", "content": answer}
     if thought:
         reply["reasoning_content"] = thought
     return Conversation(
-        id=f"keyboard-walk-demonstration-{index}",
+        id=str(index),
         messages=[{"role": "user", "content": _question(start, steps)}, reply],
         effort=effort,
     )
@@ -111,7 +132,13 @@ def _question(start: str, steps: int) -> str:
     return f"{start}>{steps}"
 
 
-def _questions(part: Part, min_steps: int, max_steps: int) -> list[tuple[str, int]]:
+def _ring(name: str) -> str:
+    if name not in RINGS:
+        raise UserError(f"there is no ring '{name}' to walk along{nearest(name, RINGS)}")
+    return RINGS[name]
+
+
+def _questions(part: Part, min_steps: int, max_steps: int, ring: str) -> list[tuple[str, int]]:
     """Start and number of steps, ordered by a hash of the question, of which the first tenth is held out."""
     if part not in ("train", "held_out"):
         raise UserError(f"a keyboard walk's part is 'train' or 'held_out', not '{part}'")
@@ -119,7 +146,7 @@ def _questions(part: Part, min_steps: int, max_steps: int) -> list[tuple[str, in
         raise UserError(
             f"keyboard walks need 1 <= min_steps <= max_steps <= 9, not {min_steps} and {max_steps}"
         )
-    everything = [(a + b, n) for a, b, n in product(KEYS, KEYS, range(min_steps, max_steps + 1))]
+    everything = [(a + b, n) for a, b, n in product(ring, ring, range(min_steps, max_steps + 1))]
     everything.sort(key=lambda q: hashlib.blake2b(_question(*q).encode()).digest())
     border = len(everything) // 10
     return everything[:border] if part == "held_out" else everything[border:]

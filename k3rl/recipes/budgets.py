@@ -18,6 +18,7 @@ import typer
 from k3rl.errors import UserError
 
 if TYPE_CHECKING:
+    from k3rl.config.jobs import BudgetsJob
     from k3rl.types import Problem
     from rewards.estimate import Answer, Budget
 
@@ -46,19 +47,39 @@ def estimate(
     ] = 0.5,
 ) -> None:
     """Run a cold-start model over problems and write their budgets beside them."""
+    run = source if source.is_dir() else _answered(source, overrides or [])
+    typer.echo(write_budgets(run, out, estimator, rho, correct_at))
+
+
+def run_budgets(job: BudgetsJob) -> Path:
+    """`kind: budgets`. Returns the run's folder, with ``problems.jsonl`` in it."""
+    from k3rl.recipes.evaluate import run_evaluate
+
+    run = run_evaluate(job)
+    whole = getattr(job.rewards.budgets, "whole_trajectory_domains", None)
+    write_budgets(run, run / "problems.jsonl", job.estimator, job.rho, job.correct_at, whole)
+    return run
+
+
+def write_budgets(
+    run: Path,
+    out: Path,
+    estimator: str,
+    rho: float,
+    correct_at: float,
+    whole_trajectory_domains: Sequence[str] | None = None,
+) -> str:
+    """Budgets of a run's problems from its answers, to ``out``; returns what was done, in words."""
     from rewards.estimate import estimate as estimate_budgets
 
-    run = source if source.is_dir() else _answered(source, overrides or [])
     problems = {p.id: p for p in _problems(run)}
-    budgets = estimate_budgets(read_answers(run, correct_at), estimator, rho)
+    budgets = estimate_budgets(read_answers(run, correct_at, whole_trajectory_domains), estimator, rho)
     lacking = sorted(set(problems) - set(budgets))
     if lacking:
         raise UserError(f"{run}: {len(lacking)} problems have no answers, such as '{lacking[0]}'")
     write_problems(out, [problems[name] for name in problems], budgets)
     rules = Counter(b.rule for b in budgets.values())
-    typer.echo(
-        f"{out}: {len(problems)} problems ({', '.join(f'{n} by {rule}' for rule, n in rules.items())})"
-    )
+    return f"{out}: {len(problems)} problems ({', '.join(f'{n} by {rule}' for rule, n in rules.items())})"
 
 
 @app.command()
@@ -132,15 +153,20 @@ def _problems(run: Path) -> Iterable[Problem]:
     return (found[i] for i in range(len(found)))
 
 
-def read_answers(run: Path, correct_at: float) -> list[Answer]:
-    """Scored answers of a run; those cut off by a limit are never correct, and as long as they got."""
+def read_answers(
+    run: Path, correct_at: float, whole_trajectory_domains: Sequence[str] | None = None
+) -> list[Answer]:
+    """Scored answers of a run; those cut off by a limit are never correct, and as long as they got. In the domains
+    named, all sampled tokens count; None: in those of the budget rule's default."""
     from k3rl.config.rewards import ReplaceOverBudget
     from k3rl.types import Channel, Status
     from rewards.budgets import counted_tokens
     from rewards.estimate import Answer
     from rewards.stored import read_groups
 
-    whole = ReplaceOverBudget().whole_trajectory_domains
+    whole = whole_trajectory_domains
+    if whole is None:
+        whole = ReplaceOverBudget().whole_trajectory_domains
     answers = []
     for group in read_groups(run, problems=False):
         for view, reward in zip(group.views, group.rewards, strict=True):

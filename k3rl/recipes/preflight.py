@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from distill.routing import Routing
 from k3rl.chat import Renderer
-from k3rl.config.jobs import DistillJob, EvaluateJob, Job, JobBase, PipelineJob, RlJob, SftJob, models_of
+from k3rl.config.base import Config
+from k3rl.config.distill import RolloutsData, TeacherConfig
+from k3rl.config.jobs import (
+    BudgetsJob,
+    CollectJob,
+    DistillJob,
+    EvaluateJob,
+    ExportJob,
+    Job,
+    JobBase,
+    MergeJob,
+    PipelineJob,
+    RlJob,
+    SftJob,
+)
 from k3rl.config.rewards import RewardConfig
 from k3rl.data import ProblemSource, load_conversations, load_problems
-from k3rl.data.config import DataConfig
+from k3rl.data.config import DataConfig, JsonlData, SourceConfig
 from k3rl.errors import UserError
 from k3rl.models import ModelConfig
 from k3rl.models.config import PRESETS
 from k3rl.models.loading import check_fits
 from k3rl.recipes.launch import device_of, renderer_of
+from k3rl.types import Effort
 from rewards.worker import check_rewards
 
 AnyJob = TypeVar("AnyJob", bound=JobBase)
+Part = TypeVar("Part", bound=Config)
 LOOKED_AT = 1000
 """Problems whose rewards are looked up; the others are found out about when they are drawn."""
 TRAINING_BYTES = 16
@@ -38,31 +54,53 @@ def check_job(job: Job) -> None:
 
 
 def _check_pipeline(job: PipelineJob) -> None:
-    trained: dict[
-        str, ModelConfig
-    ] = {}  # by job: the model it starts from, which its result has the shape of
+    trained: dict[str, ModelConfig] = {}  # by job: a model of the shape that its result has
+    problems: dict[str, DataConfig] = {}  # by job: the problems that it writes again
     for name, part in job.jobs.items():
         stand_in = with_models(part, lambda model: trained.get(model.path.removeprefix("@"), model))
+        stand_in = with_parts(stand_in, JsonlData, lambda data: _source_of(data, problems))
         try:
             _have_weights(part)
             _check_single(stand_in)
         except UserError as error:
             raise UserError(f"job '{name}': {error}") from error
-        if isinstance(stand_in, SftJob | RlJob):
-            trained[name] = stand_in.model
+        match stand_in:
+            case SftJob() | RlJob() | ExportJob():
+                trained[name] = stand_in.model
+            case MergeJob():
+                trained[name] = stand_in.models[0]
+            case BudgetsJob():
+                problems[name] = stand_in.evaluation.data
+
+
+def _source_of(data: JsonlData, problems: Mapping[str, DataConfig]) -> DataConfig:
+    """The data that an earlier job writes again to ``data``, with this one's efforts."""
+    if data.path.removeprefix("@") not in problems:
+        return data
+    found = problems[data.path.removeprefix("@")]
+    return with_parts(found, SourceConfig, lambda s: s.model_copy(update={"efforts": data.efforts}))
 
 
 def with_models(job: AnyJob, change: Callable[[ModelConfig], ModelConfig]) -> AnyJob:
-    """The job with every model of it replaced by ``change(model)``."""
-    match job:
-        case EvaluateJob():
-            return job.model_copy(update={"models": {n: change(m) for n, m in job.models.items()}})
-        case DistillJob():
-            teachers = tuple(t.model_copy(update={"model": change(t.model)}) for t in job.teachers)
-            return job.model_copy(update={"model": change(job.model), "teachers": teachers})
-        case SftJob() | RlJob():
-            return job.model_copy(update={"model": change(job.model)})
-    return job
+    """The job with every model of it replaced by ``change(model)``; a pipeline stays as it is."""
+    return job if isinstance(job, PipelineJob) else with_parts(job, ModelConfig, change)
+
+
+def with_parts(value: Any, kind: type[Part], change: Callable[[Part], Any]) -> Any:
+    """The same config, with every part of this kind, at any depth, replaced by ``change(part)``."""
+    match value:
+        case kind():
+            return change(value)
+        case Config():
+            fields = {name: getattr(value, name) for name in type(value).model_fields}
+            new = {name: with_parts(old, kind, change) for name, old in fields.items()}
+            changed = {name: part for name, part in new.items() if part is not fields[name]}
+            return value.model_copy(update=changed) if changed else value
+        case dict():
+            return {name: with_parts(part, kind, change) for name, part in value.items()}
+        case tuple():
+            return tuple(with_parts(part, kind, change) for part in value)
+    return value
 
 
 def _check_single(job: JobBase) -> None:
@@ -84,20 +122,44 @@ def _check_single(job: JobBase) -> None:
             if isinstance(job, DistillJob):
                 _check_teachers(job, problems, device)
         case EvaluateJob():
-            for model in job.models.values():
+            teachers = [t.model for some in job.ensembles.values() for t in some]
+            for model in [*job.models.values(), *teachers]:
                 _check_model(model, device, training=False)
                 problems = _check_problems(
                     job.evaluation.data, renderer_of(model), job.thinking, job.evaluation.max_context
                 )
             _check_rewards(job.rewards, problems)
+            for some in job.ensembles.values():
+                _check_routing(some, problems, job.evaluation.efforts)
+        case CollectJob():
+            _same_tokenizers(job.teachers, job.teachers[0].model)
+            for teacher in job.teachers:
+                _check_model(teacher.model, device, training=False)
+            problems = _check_problems(
+                job.evaluation.data,
+                renderer_of(job.teachers[0].model),
+                job.thinking,
+                job.evaluation.max_context,
+            )
+            _check_rewards(job.rewards, problems)
+            _check_routing(job.teachers, problems, job.evaluation.efforts)
+        case MergeJob():
+            for model in [*job.models, *([job.base] if job.base else [])]:
+                check_fits(model, "cpu")
+        case ExportJob():
+            check_fits(job.model, "cpu")
 
 
 def _have_weights(job: JobBase) -> None:
     match job:
         case EvaluateJob():
-            models = models_of(job)
-        case DistillJob():
-            models = [teacher.model for teacher in job.teachers]
+            models = [*job.models.values(), *(t.model for some in job.ensembles.values() for t in some)]
+        case DistillJob() | CollectJob():
+            models = [teacher.model for teacher in job.teachers if teacher.remote is None]
+        case MergeJob():
+            models = [*job.models, *([job.base] if job.base else [])]
+        case ExportJob():
+            models = [job.model]
         case _:
             models = []
     for model in models:
@@ -135,22 +197,49 @@ def _check_teachers(job: DistillJob, problems: ProblemSource, device: str) -> No
         raise UserError(
             "rollout.sampling.temperature: teachers score at temperature 1, so distillation samples at 1"
         )
-    student = renderer_of(job.model).fingerprint()
-    for number, teacher in enumerate(job.teachers):
-        check_fits(teacher.model, device)
-        if renderer_of(teacher.model).fingerprint() != student:
+    for teacher in job.teachers:
+        if teacher.remote is None:
+            check_fits(teacher.model, device)
+    _same_tokenizers(job.teachers, job.model)
+    _check_routing(job.teachers, problems, ())
+
+
+def _same_tokenizers(teachers: Sequence[TeacherConfig], student: ModelConfig) -> None:
+    wanted = renderer_of(student)
+    for number, teacher in enumerate(teachers):
+        found = renderer_of(teacher.model)
+        if found.fingerprint() != wanted.fingerprint():
             raise UserError(
-                f"teachers.{number}: '{teacher.model.path}' has another vocabulary or template than the student"
+                f"teachers.{number}: '{teacher.model.path}' has another vocabulary or template than "
+                f"'{student.path}'{difference(found, wanted)}"
             )
-    routing = Routing(job.teachers)
+
+
+def difference(teacher: Renderer, student: Renderer) -> str:
+    """The first token id with another text, in words; empty where all are alike (the templates then differ)."""
+    if teacher.vocab_size != student.vocab_size:
+        return f": {teacher.vocab_size} token ids against {student.vocab_size}"
+    for token in range(student.vocab_size):
+        ours, theirs = student.decode([token]), teacher.decode([token])
+        if ours != theirs:
+            return f": token {token} is {theirs!r} there and {ours!r} here"
+    return ""
+
+
+def _check_routing(
+    teachers: Sequence[TeacherConfig], problems: ProblemSource, efforts: Sequence[Effort]
+) -> None:
+    routing = Routing(teachers)
     for i in range(min(len(problems), LOOKED_AT)):
-        efforts = [e for e, share in problems.efforts(i).items() if share > 0] or [problems[i].effort]
-        routing.check(replace(problems[i], effort=effort) for effort in efforts)
+        own = [e for e, share in problems.efforts(i).items() if share > 0] or [problems[i].effort]
+        routing.check(replace(problems[i], effort=effort) for effort in efforts or own)
 
 
 def _first_fits(job: SftJob, renderer: Renderer) -> None:
     from k3rl.recipes.sft import encode
 
+    if isinstance(job.data, RolloutsData):
+        return  # an earlier job makes them
     conversations = load_conversations(job.data)
     if len(conversations) == 0:
         raise UserError("data: there are no conversations in it")

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from k3rl.config.jobs import DistillJob, EvaluateJob, Job, PipelineJob, RlJob, SftJob
+from k3rl.config.jobs import (
+    BudgetsJob,
+    CollectJob,
+    DistillJob,
+    EvaluateJob,
+    ExportJob,
+    Job,
+    MergeJob,
+    PipelineJob,
+    RlJob,
+    SftJob,
+)
 from k3rl.recipes.journal import latest_model, resolved
 from k3rl.recipes.preflight import check_job, with_models
 
@@ -40,7 +51,23 @@ def start(job: Job) -> Path:
             from k3rl.recipes.rl import run_rl
 
             return run_rl(job)
+        case BudgetsJob():
+            from k3rl.recipes.budgets import run_budgets
+
+            return run_budgets(job)
         case EvaluateJob():
             from k3rl.recipes.evaluate import run_evaluate
 
             return run_evaluate(job)
+        case CollectJob():
+            from k3rl.recipes.collect import run_collect
+
+            return run_collect(job)
+        case MergeJob():
+            from k3rl.recipes.merge import run_merge
+
+            return run_merge(job)
+        case ExportJob():
+            from k3rl.recipes.merge import run_export
+
+            return run_export(job)

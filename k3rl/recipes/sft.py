@@ -9,8 +9,10 @@ import json
 from pathlib import Path
 
 from k3rl.chat import Renderer
+from k3rl.config.distill import RolloutsData
 from k3rl.config.jobs import SftJob
 from k3rl.data import Conversation, ConversationStream, load_conversations
+from k3rl.recipes.collect import Rollouts
 from k3rl.recipes.journal import Journal
 from k3rl.recipes.launch import device_of, ray_cluster, renderer_of, tokenizer_folder, trainer_resources
 from k3rl.trainer import SftSequence
@@ -19,7 +21,8 @@ from k3rl.trainer import SftSequence
 def run_sft(job: SftJob) -> Path:
     """Returns the run's folder."""
     renderer = renderer_of(job.model)
-    stream = ConversationStream(load_conversations(job.data), job.seed)
+    source = Rollouts(job.data) if isinstance(job.data, RolloutsData) else load_conversations(job.data)
+    stream = ConversationStream(source, job.seed)
     device = device_of(job)
     with Journal(job, job.steps) as journal:
         if journal.done >= job.steps:
@@ -42,8 +45,10 @@ def run_sft(job: SftJob) -> Path:
     return journal.path
 
 
-def encode(renderer: Renderer, conversation: Conversation, thinking: bool) -> SftSequence:
+def encode(renderer: Renderer, conversation: Conversation | SftSequence, thinking: bool) -> SftSequence:
     """A conversation as ids with loss where the assistant wrote, the format's openers included (spec/01 §4)."""
+    if isinstance(conversation, SftSequence):
+        return conversation
     encoded = renderer.encode_conversation(
         conversation.messages, conversation.tools, conversation.effort, thinking=thinking
     )

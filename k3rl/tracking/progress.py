@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ class Progress:
     def __init__(self, job: str, steps: int, done: int = 0, console: Console | None = None) -> None:
         self.job, self.steps = job, steps
         self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._live = self._console.is_terminal
+        main = threading.current_thread() is threading.main_thread()
+        self._live = self._console.is_terminal and main  # jobs side by side have no line of their own
         self._times: dict[str, float] = {}
         self._bars = Bars(
             TextColumn("{task.description}"),

@@ -18,17 +18,25 @@ from k3rl.tracking.plots import training_plots
 from k3rl.types import Effort
 
 Cell = dict[str, Any]
-"""What one model did on one (domain, effort) cell: stage, domain, effort, reward, accuracy, thinking_tokens,
-total_tokens, tokens_per_s, n."""
+"""What one model did on one (domain, effort) cell: stage, domain, effort, reward, accuracy (pass@1), pass_at_k with k
+samples a problem, format_rate, thinking_tokens, total_tokens, tokens_per_s, k, n."""
 
-MEASURES = (("reward", 3), ("accuracy", 3), ("thinking_tokens", 1), ("total_tokens", 1))
+MEASURES = (
+    ("reward", 3), ("accuracy", 3), ("pass_at_k", 3), ("format_rate", 3), ("thinking_tokens", 1), ("total_tokens", 1),
+)  # fmt: skip
+Between = tuple[str, str, float]
+"""Stages at the normalised scores 0 and 1, and the least difference of the two in a cell that has a score."""
 
 
-def evaluation_report(store: RunStore, cells: Sequence[Cell], stages: Sequence[str]) -> Path:
+def evaluation_report(
+    store: RunStore, cells: Sequence[Cell], stages: Sequence[str], between: Between | None = None
+) -> Path:
     """The report of an evaluate job. ``stages``: models in their order, the first is the baseline."""
-    content = {"cells": list(cells), "stages": list(stages), **summary(cells, stages)}
+    content: dict[str, Any] = {"cells": list(cells), "stages": list(stages), **summary(cells, stages)}
+    if between is not None:
+        content |= {"between": between, "normalised": normalised_summary(cells, stages, between)}
     store.write_state("report.json", {**_head(store), **content, "phases": phases(store)})
-    return _write(store.path, f"# {store.path.name}\n\n{evaluation_section(cells, stages)}")
+    return _write(store.path, f"# {store.path.name}\n\n{evaluation_section(cells, stages, between)}")
 
 
 def pipeline_report(folder: Path, runs: dict[str, Path]) -> Path:
@@ -42,7 +50,8 @@ def pipeline_report(folder: Path, runs: dict[str, Path]) -> Path:
             content = json.loads(stored.read_text(encoding="utf-8"))
             jobs[name] = content
             cells += content["cells"]
-            sections.append(f"## {name}\n\n{evaluation_section(content['cells'], content['stages'])}")
+            section = evaluation_section(content["cells"], content["stages"], content.get("between"))
+            sections.append(f"## {name}\n\n{section}")
     for name, run in runs.items():
         if RunStore.open(run).config["kind"] != "evaluate":
             sections.append(training_section(name, run, folder))
@@ -75,12 +84,57 @@ def summary(cells: Sequence[Cell], stages: Sequence[str]) -> dict[str, Any]:
 
 def mean_over(cells: Sequence[Cell], stage: str, measure: str) -> float | None:
     """Mean over a stage's trajectories, that is over its cells by their size; None where nothing was measured."""
-    chosen = [c for c in cells if c["stage"] == stage and c[measure] is not None]
+    chosen = [c for c in cells if c["stage"] == stage and c.get(measure) is not None]
     count = sum(c["n"] for c in chosen)
     return sum(c[measure] * c["n"] for c in chosen) / count if count else None
 
 
-def evaluation_section(cells: Sequence[Cell], stages: Sequence[str]) -> str:
+def normalised(
+    cells: Sequence[Cell], stage: str, between: Between, measure: str
+) -> dict[tuple[str, str], float]:
+    """By (domain, effort): (x - zero) / (one - zero) of a stage; cells without headroom are left out."""
+    zero, one, headroom = between
+    table = {(c["stage"], c["domain"], c["effort"]): c[measure] for c in cells}
+    out = {}
+    for (name, domain, effort), value in table.items():
+        low, high = table.get((zero, domain, effort)), table.get((one, domain, effort))
+        if name != stage or value is None or low is None or high is None or abs(high - low) < headroom:
+            continue
+        out[domain, effort] = (value - low) / (high - low)
+    return out
+
+
+def normalised_summary(
+    cells: Sequence[Cell], stages: Sequence[str], between: Between
+) -> dict[str, dict[str, dict[str, float]]]:
+    """By measure and stage: mean over cells, the lowest and the highest of them."""
+    out: dict[str, dict[str, dict[str, float]]] = {}
+    for measure in ("reward", "accuracy"):
+        for stage in stages:
+            if values := list(normalised(cells, stage, between, measure).values()):
+                numbers = {"mean": sum(values) / len(values), "lowest": min(values), "highest": max(values)}
+                out.setdefault(measure, {})[stage] = {**numbers, "cells": float(len(values))}
+    return out
+
+
+def _normalised_section(cells: Sequence[Cell], stages: Sequence[str], between: Between) -> list[str]:
+    lines = []
+    for measure in ("reward", "accuracy"):
+        scores = {stage: normalised(cells, stage, between, measure) for stage in stages}
+        places = sorted({place for found in scores.values() for place in found}, key=by_effort)
+        lines += [f"### normalised {measure}", "", f"{between[0]} is 0, {between[1]} is 1.", ""]
+        lines += [_row(["domain", "effort", *stages]), _row(["---"] * 2 + ["---:"] * len(stages))]
+        for place in places:
+            row = [_number(scores[stage].get(place), 3) for stage in stages]
+            lines.append(_row([place[0], place[1] or "-", *row]))
+        for title, over in (("mean", lambda v: sum(v) / len(v)), ("lowest", min)):
+            row = [_number(over(list(s.values())) if (s := scores[stage]) else None, 3) for stage in stages]
+            lines.append(_row([title, "", *row]))
+        lines.append("")
+    return lines
+
+
+def evaluation_section(cells: Sequence[Cell], stages: Sequence[str], between: Between | None = None) -> str:
     """Markdown: one table per measure with a row per (domain, effort) and a column per model, then speed."""
     numbers = summary(cells, stages)
     lines = []
@@ -91,7 +145,11 @@ def evaluation_section(cells: Sequence[Cell], stages: Sequence[str]) -> str:
             f"({numbers['gain']:+.3f}).",
             "",
         ]
+    if between is not None:
+        lines += _normalised_section(cells, stages, between)
     for measure, digits in MEASURES:
+        if not any(measure in c for c in cells):
+            continue  # cells of an older version
         lines += [f"### {measure.replace('_', ' ')}", "", _row(["domain", "effort", *stages])]
         lines.append(_row(["---"] * 2 + ["---:"] * len(stages)))
         for domain, effort in sorted({(c["domain"], c["effort"]) for c in cells}, key=by_effort):
@@ -133,7 +191,7 @@ def by_effort(cell: tuple[str, str]) -> tuple[str, int]:
 def _value(cells: Sequence[Cell], domain: str, effort: str, stage: str, measure: str, digits: int) -> str:
     for c in cells:
         if (c["domain"], c["effort"], c["stage"]) == (domain, effort, stage):
-            return _number(c[measure], digits)
+            return _number(c.get(measure), digits)
     return "-"
 
 
