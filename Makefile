@@ -55,9 +55,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	    else echo "  sudo apt-get install bubblewrap chromium"; fi; }
 	@touch $@
 
-docs: install-test ## The documentation site, into site/
-	$(PIP) install --quiet '.[docs]'
-	$(BIN)/mkdocs build --strict
+docs: install ## The documentation site, into site/
+	$(PIP) install --quiet $(LIMITS) --editable '.[docs]'
+	$(BIN)/python scripts/benchmarks_page.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## Remove caches and the virtual environment; runs stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis site

@@ -1,5 +1,5 @@
-"""Healthy ranges of metrics, and what usually makes one leave its range. The table is also in
-docs/metrics.md.
+"""Healthy ranges of metrics, and what usually makes one leave its range. Each has a row, and an anchor, in
+docs/metrics.md; docs/troubleshooting.md begins with the symptom.
 """
 
 from __future__ import annotations
@@ -57,13 +57,21 @@ RANGES: dict[str, Range] = {
 }
 
 
+def anchor(name: str) -> str:
+    """Of a metric's row in docs/metrics.md."""
+    return name.replace("/", "-")
+
+
 def check(metrics: Mapping[str, float]) -> list[str]:
-    """One line per metric outside its range; a value that isn't finite is always outside."""
+    """One line per metric outside its range, with where to read on; a value that isn't finite is always outside."""
     lines = []
     for name, r in RANGES.items():
         value = metrics.get(name)
         if value is not None and not r.low <= value <= r.high:
-            lines.append(f"{name} is {value:.4g}, healthy is {r.low:g} to {r.high:g}: {r.cause}")
+            lines.append(
+                f"{name} is {value:.4g}, healthy is {r.low:g} to {r.high:g}: {r.cause} "
+                f"(docs/metrics.md#{anchor(name)})"
+            )
     lines += [
         f"{n} isn't finite ({v})" for n, v in metrics.items() if not math.isfinite(v) and n not in RANGES
     ]
