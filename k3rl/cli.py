@@ -130,6 +130,29 @@ def export(
 
 
 @app.command()
+def profile(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a pipeline's.", metavar="RUN")],
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write a trace for ui.perfetto.dev here (of one run).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Numbers alone.")] = False,
+) -> None:
+    """Where a run's time went: phases, idle shares of its workers, Ray's overhead, bytes moved."""
+    from k3rl import profile as profiling
+
+    runs = profiling.runs_in(run)
+    if trace is not None and len(runs) > 1:
+        raise UserError(f"{run} holds {len(runs)} runs; a trace is of one of them, such as {runs[0]}")
+    found = [profiling.profile(r) for r in runs]
+    if as_json:
+        typer.echo(json.dumps([p.as_json() for p in found], indent=1))
+    for p in found if not as_json else ():
+        profiling.show(p)
+    if trace is not None:
+        typer.echo(f"{profiling.write_trace(runs[0], trace)}: open it at ui.perfetto.dev", err=as_json)
+
+
+@app.command()
 def doctor() -> None:
     """What is installed, which devices there are, and for each thing missing the command that brings it."""
     from k3rl.doctor import examine, show

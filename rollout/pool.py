@@ -50,6 +50,8 @@ class Progress:
     by_effort: dict[str, float]
 
 
+WORKERS_SHOWN = 64
+"""In larger fleets the metrics have no line for each worker."""
 DETERMINISTIC_SLICE = 8
 """Engine steps between two reports in deterministic mode."""
 
@@ -267,6 +269,8 @@ class RolloutPool:
         out = {f"rollout/{name}": float(value) for name, value in self.controller.counts.items()}
         reports = [m.last for m in self.fleet.members if m.last is not None]
         out["rollout/busy_s"] = sum(m.busy_s for m in self.fleet.members)
+        if 1 < len(self.fleet.members) <= WORKERS_SHOWN:
+            out |= {f"rollout/busy_s/worker/{m.index}": m.busy_s for m in self.fleet.members}
         out["rollout/prefilled_tokens"] = float(sum(r.stats.prefilled_tokens for r in reports))
         out["rollout/abandoned_tools"] = float(sum(r.abandoned_tools for r in reports))
         return out
