@@ -18,8 +18,9 @@ class Routing:
     def __init__(self, teachers: Sequence[TeacherConfig]) -> None:
         self.teachers = tuple(teachers)
         self.names = [t.name or t.model.path for t in teachers]
-        paths = list(dict.fromkeys(t.model.model_dump_json() for t in teachers))
-        self.weights = [paths.index(t.model.model_dump_json()) for t in teachers]
+        sources = [(t.remote or t.model).model_dump_json() for t in teachers]
+        known = list(dict.fromkeys(sources))
+        self.weights = [known.index(source) for source in sources]
         """By teacher, the number of its checkpoint: teachers that share one are loaded once."""
 
     def teacher_of(self, problem: Problem) -> int:

@@ -8,8 +8,9 @@ answers would starve; `weights` makes cells or trajectories count the same, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from k3rl.config.distill import TokenRewardConfig
 from k3rl.types import Trajectory
@@ -40,43 +41,70 @@ class Opinion:
 
 def assign(opinions: Sequence[Opinion], config: TokenRewardConfig) -> None:
     """Put ``teacher_logprobs`` and ``token_advantages`` on the trajectories."""
-    scale = weights([o.trajectory for o in opinions], config.weighting)
+    scale = weights([o.trajectory for o in opinions], config)
     for opinion, weight in zip(opinions, scale, strict=True):
         clipped = [max(-config.r_max, min(config.r_max, gap)) for gap in opinion.gaps]
         opinion.trajectory.teacher_logprobs = opinion.teacher_logprobs
         opinion.trajectory.token_advantages = [weight * r for r in clipped]
 
 
-def weights(trajectories: Sequence[Trajectory], weighting: str) -> list[float]:
-    """A factor per trajectory, whose mean over all sampled tokens is 1."""
-    if weighting == "token":
+def weights(trajectories: Sequence[Trajectory], config: TokenRewardConfig) -> list[float]:
+    """A factor per trajectory, whose mean over all sampled tokens is 1. With ``cell`` the tokens of each cell add up to
+    its share among the cells that are present; with ``sequence`` those of each trajectory to the same."""
+    if config.weighting == "token":
         return [1.0] * len(trajectories)
-    keys = [(t.domain, t.effort) if weighting == "cell" else t.id for t in trajectories]
-    tokens: dict[object, int] = {}
+    cells = config.weighting == "cell"
+    keys: list[Hashable] = [(t.domain, t.effort) if cells else t.id for t in trajectories]
+    wanted: dict[Hashable, float] = {}
+    tokens: dict[Hashable, int] = {}
     for key, t in zip(keys, trajectories, strict=True):
         tokens[key] = tokens.get(key, 0) + t.sampled_tokens
-    sizes = {key: count for key, count in tokens.items() if count}
-    total = sum(sizes.values())
-    return [total / (len(sizes) * sizes[key]) if key in sizes else 0.0 for key in keys]
+        wanted[key] = _share(t, config.cell_weights) if cells else 1.0
+    present = sum(wanted[key] for key, count in tokens.items() if count)
+    if present == 0:
+        return [0.0] * len(trajectories)
+    total = sum(tokens.values())
+    return [total * wanted[key] / (present * tokens[key]) if tokens[key] else 0.0 for key in keys]
+
+
+def _share(trajectory: Trajectory, shares: Mapping[str, float]) -> float:
+    for name in (cell_name(trajectory), trajectory.domain, str(trajectory.effort or "none")):
+        if name in shares:
+            return shares[name]
+    return 1.0
+
+
+def cell_name(trajectory: Trajectory) -> str:
+    """``domain.effort``."""
+    return f"{trajectory.domain}.{trajectory.effort or 'none'}"
 
 
 def metrics(opinions: Sequence[Opinion], names: Sequence[str], config: TokenRewardConfig) -> dict[str, float]:
-    """Reverse KL per token (in all, by teacher, by cell), clipped share, and each cell's share of the gradient."""
-    out: dict[str, float] = {}
+    """Reverse KL per token (in all, by teacher, by cell), clipped share (in all, by cell), each cell's share of the
+    tokens and of the gradient: of the sum of absolute advantages."""
     gaps = [g for o in opinions for g in o.gaps]
     if not gaps:
-        return out
-    out["teacher/kl"] = -sum(gaps) / len(gaps)
-    out["teacher/clipped_share"] = sum(abs(g) > config.r_max for g in gaps) / len(gaps)
-    parts: dict[str, list[float]] = {}
+        return {}
+    scale = weights([o.trajectory for o in opinions], config)
+    by_teacher: dict[str, list[float]] = {}
+    by_cell: dict[str, list[float]] = {}
     pull: dict[str, float] = {}
-    scale = weights([o.trajectory for o in opinions], config.weighting)
     for opinion, weight in zip(opinions, scale, strict=True):
-        cell = f"{opinion.trajectory.domain}.{opinion.trajectory.effort or 'none'}"
-        parts.setdefault(f"teacher/kl/teacher/{names[opinion.teacher]}", []).extend(opinion.gaps)
-        parts.setdefault(f"teacher/kl/cell/{cell}", []).extend(opinion.gaps)
-        pull[cell] = pull.get(cell, 0.0) + weight * sum(abs(g) for g in opinion.gaps)
-    out |= {name: -sum(g) / len(g) for name, g in parts.items() if g}
+        cell = cell_name(opinion.trajectory)
+        by_teacher.setdefault(names[opinion.teacher], []).extend(opinion.gaps)
+        by_cell.setdefault(cell, []).extend(opinion.gaps)
+        pull[cell] = pull.get(cell, 0.0) + weight * sum(min(abs(g), config.r_max) for g in opinion.gaps)
     whole = sum(pull.values())
-    out |= {f"teacher/gradient_share/cell/{cell}": p / whole for cell, p in pull.items() if whole}
+    out = {"teacher/kl": -fmean(gaps), "teacher/clipped_share": _clipped(gaps, config)}
+    out |= {f"teacher/kl/teacher/{name}": -fmean(g) for name, g in by_teacher.items() if g}
+    for cell, g in by_cell.items():
+        if g:
+            out[f"teacher/kl/cell/{cell}"] = -fmean(g)
+            out[f"teacher/clipped_share/cell/{cell}"] = _clipped(g, config)
+            out[f"teacher/token_share/cell/{cell}"] = len(g) / len(gaps)
+            out[f"teacher/gradient_share/cell/{cell}"] = pull[cell] / whole if whole else 0.0
     return out
+
+
+def _clipped(gaps: Sequence[float], config: TokenRewardConfig) -> float:
+    return sum(abs(g) > config.r_max for g in gaps) / len(gaps)

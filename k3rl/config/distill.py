@@ -99,6 +99,11 @@ class TokenRewardConfig(Config):
     """Stop the run then instead. None: only warn."""
     largest_gaps: Annotated[int, Field(ge=0)] = 20
     """Tokens of each step at which student and teacher differ most, kept in ``gaps.jsonl``."""
+    compare_every: Annotated[int, Field(ge=0)] = 10
+    """Every so many steps, a few trajectories are shown to all other teachers too, to see how far these disagree. 0:
+    never."""
+    compare: Annotated[int, Field(gt=0)] = 9
+    """How many trajectories then."""
 
     @model_validator(mode="after")
     def _cells(self) -> TokenRewardConfig:

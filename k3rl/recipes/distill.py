@@ -1,87 +1,128 @@
 """On-policy distillation from many teachers (spec/03): RL whose advantage is, token by token, what the teacher of the
 problem's domain and effort thinks of the token.
 
-The loop is `run_rl`'s, partial rollouts included. What is added, in `Annotator`: the groups of a step are scored by
-their teachers and by the student's present weights, and the clipped difference becomes each token's advantage.
+The loop is `run_rl`'s, partial rollouts included. What is added, in `Annotator`: a group that is complete goes to its
+teacher while others are still generated; when the step's rollout is over, the student's present weights score the same
+tokens, and the clipped difference becomes each token's advantage.
 """
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from typing import Any
 
+from distill.diagnostics import GapLog, Gate, disagreement, largest_gaps
+from distill.pool import TeacherPool
+from distill.remote import RemoteScorer
 from distill.routing import Routing, teacher_prompt
-from distill.teachers import TeacherPool
 from distill.token_rewards import Opinion, assign, metrics
 from k3rl.chat import Renderer
 from k3rl.config.jobs import DistillJob
 from k3rl.recipes.launch import device_of, ray_cluster, renderer_of
 from k3rl.recipes.rl import run_rl
-from k3rl.types import Group
+from k3rl.types import Group, Problem, Trajectory
 from rollout.pool import RolloutPool
-
-log = logging.getLogger(__name__)
 
 
 def run_distill(job: DistillJob) -> Path:
-    """Returns the run's folder. Errors as `run_rl`."""
-    routing = Routing(job.teachers)
-    models = {routing.weights[i]: t.model for i, t in enumerate(job.teachers)}
+    """Returns the run's folder. Errors as `run_rl`; `UserError` also where a remote teacher is not there, or has
+    another vocabulary."""
+    renderer = renderer_of(job.model)
+    remote = remote_scorers(job, renderer)
     objective = job.trainer.objective.model_copy(
         update={"token_advantages": True, "group_weight": job.token_rewards.outcome_weight}
     )
-    job = job.model_copy(update={"trainer": job.trainer.model_copy(update={"objective": objective})})
+    trained = job.model_copy(update={"trainer": job.trainer.model_copy(update={"objective": objective})})
     with ray_cluster(job.ray):
-        pool = TeacherPool([models[i] for i in range(len(models))], device_of(job), job.rollout.max_context)
+        pool = TeacherPool(
+            job.teachers, renderer, device_of(job), job.rollout.max_context, job.teacher_pool, remote
+        )
         try:
-            return run_rl(job, Annotator(job, routing, renderer_of(job.model), pool))
+            return run_rl(trained, Annotator(job, renderer, pool))
         finally:
             pool.close()
+
+
+def remote_scorers(job: DistillJob, renderer: Renderer) -> dict[int, RemoteScorer]:
+    """By teacher's number, those that live behind HTTP, each found to be there and to mean the same by every id."""
+    found = {}
+    for number, teacher in enumerate(job.teachers):
+        if teacher.remote is not None:
+            found[number] = RemoteScorer(teacher.remote, teacher.name or teacher.remote.url, renderer)
+            found[number].handshake()
+    return found
 
 
 class Annotator:
     """Puts teachers' opinions on the groups of a step; returns metrics."""
 
-    def __init__(self, job: DistillJob, routing: Routing, renderer: Renderer, teachers: TeacherPool) -> None:
-        self.job, self.routing, self.renderer, self.teachers = job, routing, renderer, teachers
-        self._gated = False
+    def __init__(self, job: DistillJob, renderer: Renderer, teachers: TeacherPool) -> None:
+        self.job, self.config, self.renderer, self.teachers = job, job.token_rewards, renderer, teachers
+        self.routing = Routing(job.teachers)
+        self.gate = Gate(self.config)
+        self.log = GapLog(Path(job.runs) / job.name / "gaps.jsonl")
+        self._tickets: dict[str, int] = {}
 
-    def __call__(self, groups: list[Group], pool: RolloutPool) -> dict[str, float]:
+    def saw(self, group: Group) -> None:
+        """Ask the group's teacher now, while others are still generated."""
+        if self.job.teacher_pool.overlap:
+            self._ask(group)
+            self.teachers.work()
+
+    def __call__(self, groups: list[Group], pool: RolloutPool, step: int) -> dict[str, float]:
+        for group in groups:
+            self._ask(group)
         scored = [(g, t) for g in groups for t in g.trajectories if t.sampled_tokens]
+        self.teachers.work(everything=True)
+        own = [[*t.prompt_ids, *t.token_ids] for _, t in scored]
+        student = pool.score(own, [len(t.prompt_ids) for _, t in scored]) if scored else []
+        rows, tickets = self.teachers.answers(), self._tickets
+        self._tickets = {}
         if not scored:
             return {}
-        numbers = [self.routing.teacher_of(g.problem) for g, _ in scored]
-        own = [[*t.prompt_ids, *t.token_ids] for _, t in scored]
-        student = pool.score(own, [len(t.prompt_ids) for _, t in scored])
-        requests = []
-        for (group, t), number in zip(scored, numbers, strict=True):
-            teacher = self.job.teachers[number]
-            prompt = teacher_prompt(self.renderer, group.problem, teacher, self.job.thinking)
-            requests.append((self.routing.weights[number], [*prompt, *t.token_ids], len(prompt)))
-        opinions = []
-        rows = zip(scored, numbers, self.teachers.score(requests), student, strict=True)
-        for (_, t), number, theirs, ours in rows:
-            mask = t.sampled_mask
-            opinions.append(Opinion(t, number, _where(theirs, mask), _where(ours, mask)))
-        assign(opinions, self.job.token_rewards)
-        found = metrics(opinions, self.routing.names, self.job.token_rewards)
-        self._gate(found)
+        opinions = [
+            self._opinion(group, t, rows[tickets[t.id]], ours)
+            for (group, t), ours in zip(scored, student, strict=True)
+        ]
+        assign(opinions, self.config)
+        found = metrics(opinions, self.routing.names, self.config)
+        self.gate.check(found)
+        if self.config.compare_every and step % self.config.compare_every == 0:
+            found |= self._compared(scored, opinions)
+        gaps = largest_gaps(opinions, self.routing.names, self.renderer, self.config.largest_gaps)
+        self.log.write(step, gaps)
         return {**found, **self.teachers.statistics()}
 
-    def _gate(self, found: dict[str, float]) -> None:
-        """A teacher of another origin makes distillation collapse; its first KL tells (spec/03 §3)."""
-        if self._gated:
-            return
-        self._gated = True
-        for name, kl in found.items():
-            if name.startswith("teacher/kl/teacher/") and kl > self.job.token_rewards.warn_kl:
-                log.warning(
-                    "teacher '%s': the student's reverse KL to it is %.3f nats per token at the start, above %.2f: "
-                    "it may be too far away to learn from on-policy",
-                    name.removeprefix("teacher/kl/teacher/"), kl, self.job.token_rewards.warn_kl,
-                )  # fmt: skip
+    def _ask(self, group: Group) -> None:
+        """Each trajectory once."""
+        number = self.routing.teacher_of(group.problem)
+        for t in group.trajectories:
+            if t.sampled_tokens and t.id not in self._tickets:
+                self._tickets[t.id] = self._question(group.problem, t, number)
+
+    def _question(self, problem: Problem, t: Trajectory, number: int) -> int:
+        """The response after the prompt as that teacher reads it: aligned from the prompts' ends."""
+        prompt = teacher_prompt(self.renderer, problem, self.job.teachers[number], self.job.thinking)
+        return self.teachers.ask(number, [*prompt, *t.token_ids], len(prompt))
+
+    def _opinion(self, group: Group, t: Trajectory, theirs: list[float], ours: list[float]) -> Opinion:
+        mask = t.sampled_mask
+        return Opinion(t, self.routing.teacher_of(group.problem), _where(theirs, mask), _where(ours, mask))
+
+    def _compared(self, scored: list[tuple[Group, Trajectory]], opinions: list[Opinion]) -> dict[str, float]:
+        """A few trajectories, spread over the step's, under all other teachers."""
+        chosen = range(0, len(scored), max(1, len(scored) // self.config.compare))
+        asked = []
+        for i in chosen:
+            group, t = scored[i]
+            others = [n for n in range(len(self.job.teachers)) if n != opinions[i].teacher]
+            asked.append({n: self._question(group.problem, t, n) for n in others})
+        rows = self.teachers.answers()
+        views = [
+            {n: _where(rows[ticket], scored[i][1].sampled_mask) for n, ticket in tickets.items()}
+            for i, tickets in zip(chosen, asked, strict=True)
+        ]
+        return disagreement([opinions[i] for i in chosen], views, self.routing.names)
 
 
-def _where(values: list[float], mask: list[bool]) -> list[Any]:
+def _where(values: list[float], mask: list[bool]) -> list[float]:
     return [v for v, sampled in zip(values, mask, strict=True) if sampled]

@@ -11,8 +11,8 @@ Distillation is the same loop with another source of advantages: see `k3rl.recip
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from k3rl.algorithms import Algorithm
 from k3rl.config.jobs import RlJob
@@ -33,8 +33,15 @@ from k3rl.recipes.records import Leaving, step_metrics, summary
 from k3rl.types import Group
 from rollout.pool import RolloutPool
 
-Annotate = Callable[[list[Group], RolloutPool], dict[str, float]]
-"""Puts token advantages on complete groups; returns metrics."""
+
+class Annotate(Protocol):
+    """Another source of advantages, by token."""
+
+    def saw(self, group: Group) -> None:
+        """A group is complete, and others are still generated."""
+
+    def __call__(self, groups: list[Group], pool: RolloutPool, step: int) -> dict[str, float]:
+        """Put token advantages on the groups of a step; returns metrics."""
 
 
 def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
@@ -68,6 +75,8 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
                     for event in pool.rollout(step, draw):
                         if isinstance(event, Group):
                             rewards.submit(event, step)
+                            if annotate:
+                                annotate.saw(event)
                         else:
                             journal.progress.rollout(event.done, event.wanted, event.tokens_per_s)
                             progress = event
@@ -76,7 +85,10 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
                 groups = [s.group for s in scored if not s.drop]
 
                 # Rewards to advantages; one optimiser step on what this step completed.
-                extra = annotate(groups, pool) if annotate else {}
+                extra = {}
+                if annotate:
+                    with journal.progress.phase("teachers"):
+                        extra = annotate(groups, pool, step)
                 selection = algorithm.batch(groups)
                 version = trainer.version
                 with journal.progress.phase("train"):

@@ -85,7 +85,7 @@ def test_clipping_and_weighting_are_those_of_the_definition():
     ]
     config = TokenRewardConfig(r_max=2.0, weighting="cell")
     assign(opinions, config)
-    scale = weights(made, "cell")
+    scale = weights(made, config)
     for o, w in zip(opinions, scale, strict=True):
         clipped = [
             max(-2.0, min(2.0, t - s)) for t, s in zip(o.teacher_logprobs, o.student_logprobs, strict=True)
@@ -96,14 +96,24 @@ def test_clipping_and_weighting_are_those_of_the_definition():
         tokens[t.domain, t.effort] = tokens.get((t.domain, t.effort), 0) + w * t.sampled_tokens
     assert len({round(v, 9) for v in tokens.values()}) == 1  # every cell weighs the same
     for kind in ("token", "sequence", "cell"):
-        total = sum(w * t.sampled_tokens for w, t in zip(weights(made, kind), made, strict=True))
+        scale = weights(made, TokenRewardConfig(weighting=kind))
+        total = sum(w * t.sampled_tokens for w, t in zip(scale, made, strict=True))
         assert total == pytest.approx(sum(t.sampled_tokens for t in made))
+    config = TokenRewardConfig(r_max=2.0, cell_weights={"coding.max": 3, "agent": 0.5})
+    scale = weights(made, config)  # cells: coding.max 3, coding.low 1, agent.low 0.5
+    tokens = [w * t.sampled_tokens for w, t in zip(scale, made, strict=True)]
+    assert tokens[0] / (tokens[1] + tokens[3]) == pytest.approx(3)
+    assert tokens[2] / (tokens[1] + tokens[3]) == pytest.approx(0.5)
+    assert sum(tokens) == pytest.approx(sum(t.sampled_tokens for t in made))
     found = metrics(opinions, ["expert"], config)
     gaps = [g for o in opinions for g in o.gaps]
     assert found["teacher/kl"] == pytest.approx(-sum(gaps) / len(gaps))
     assert found["teacher/clipped_share"] == pytest.approx(sum(abs(g) > 2 for g in gaps) / len(gaps))
-    shares = [v for k, v in found.items() if k.startswith("teacher/gradient_share")]
-    assert sum(shares) == pytest.approx(1)
+    pull = [w * sum(min(abs(g), 2.0) for g in o.gaps) for o, w in zip(opinions, scale, strict=True)]
+    assert found["teacher/gradient_share/cell/coding.low"] == pytest.approx((pull[1] + pull[3]) / sum(pull))
+    for kind in ("gradient_share", "token_share"):
+        assert sum(v for k, v in found.items() if k.startswith(f"teacher/{kind}")) == pytest.approx(1)
+    assert found["teacher/token_share/cell/coding.max"] == pytest.approx(50 / 72)
 
 
 def test_a_missing_or_extra_logprob_is_never_shifted_to_a_neighbour():
