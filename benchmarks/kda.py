@@ -220,38 +220,31 @@ def forms(
     return out
 
 
-def speed(device: torch.device, kernel: str, lengths: list[int], heads: int, width: int) -> None:
-    for T in lengths:
-        found: dict[str, dict[str, tuple[float | None, float | None]]] = {}
-        for name, (function, leaves) in forms(T, heads, width, device, kernel).items():
+def speed(device: torch.device, kernel: str, T: int, heads: int, width: int) -> None:
+    found: dict[str, dict[str, tuple[float | None, float | None]]] = {}
+    for name, (function, leaves) in forms(T, heads, width, device, kernel).items():
 
-            def forward(function=function) -> None:
-                with torch.no_grad():
-                    function()
+        def forward(function=function) -> None:
+            with torch.no_grad():
+                function()
 
-            def both(function=function, leaves=leaves) -> None:
-                out = function()
-                torch.autograd.grad(out, leaves, torch.ones_like(out))
+        def both(function=function, leaves=leaves) -> None:
+            out = function()
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-            found[name] = {"forward": measured(forward, device), "forward+backward": measured(both, device)}
-        main = "fla" if "fla" in found else "chunked torch"
-        for phase in ("forward", "forward+backward"):
-            ms, peak = found[main][phase]
-            for peer in found:
-                if peer != main and ms is not None:
-                    row(f"time/{main}/{phase}/{T} tokens", ms, "ms", peer, found[peer][phase][0])
-            if ms is not None:
-                row(f"speed/{main}/{phase}/{T} tokens", T / ms * 1e3, "tokens/s")
-            if peak is not None:
-                row(
-                    f"memory/{main}/{phase}/{T} tokens",
-                    peak,
-                    "GiB",
-                    "chunked torch",
-                    found["chunked torch"][phase][1],
-                )
-        del found
-        gc.collect()
+        found[name] = {"forward": measured(forward, device), "forward+backward": measured(both, device)}
+    main = "fla" if "fla" in found else "chunked torch"
+    for phase in ("forward", "forward+backward"):
+        ms, peak = found[main][phase]
+        if ms is None:
+            continue
+        for peer in found:
+            if peer != main:
+                row(f"time/{main}/{phase}/{T} tokens", ms, "ms", peer, found[peer][phase][0])
+        row(f"speed/{main}/{phase}/{T} tokens", T / ms * 1e3, "tokens/s")
+        if peak is not None:
+            peer_peak = found["chunked torch"][phase][1]
+            row(f"memory/{main}/{phase}/{T} tokens", peak, "GiB", "chunked torch", peer_peak)
 
 
 def decode_kernel(device: torch.device, kernel: str, heads: int, width: int) -> None:
@@ -368,13 +361,13 @@ def main() -> int:
     parser.add_argument(
         "--check-widths", type=int, nargs="*", default=[128], help="each takes fla about a minute of tuning"
     )
+    parser.add_argument("--lengths", type=int, nargs="*", default=[1 << n for n in range(12, 18)])
     parser.add_argument("--quick", action="store_true", help="short sequences and k3-nano")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)
     torch.manual_seed(0)
     kernel = "fla" if device.type == "cuda" else "torch"
-    lengths = [256, 1024] if args.quick else [1 << n for n in range(12, 18)]
 
     failed = check_kda(device, kernel, args.heads, args.check_widths)
     failed += check_decode(device, kernel, args.heads, args.width)
@@ -382,13 +375,14 @@ def main() -> int:
     for line in failed:
         print("WRONG:", line, flush=True)
     if not failed:
-        speed(device, kernel, lengths, args.heads, args.width)
-        result.write(args.out)
         decode_kernel(device, kernel, args.heads, args.width)
         model = mini(device, args.quick)
         failed += train_step(model, device, kernel, 1024 if args.quick else 16384)
         for sequences in (1, 8) if args.quick else (1, 16, 64):
             failed += decode_graph(model, device, sequences, 64 if args.quick else 512)
+        for tokens in [256, 1024] if args.quick else args.lengths:
+            result.write(args.out)
+            speed(device, kernel, tokens, args.heads, args.width)
     result.write(args.out)
     for line in failed:
         print("WRONG:", line)

@@ -15,6 +15,7 @@ from k3rl.models import ModelConfig
 from k3rl.store import RunStore
 from k3rl.store.run import step_of
 from k3rl.tracking import Progress, Tracker
+from k3rl.tracking.report import training_report
 
 
 class Journal(AbstractContextManager["Journal"]):
@@ -66,6 +67,8 @@ class Journal(AbstractContextManager["Journal"]):
             elif self.done < self.asked:
                 raise RunError(f"{self.path}: {self.done} of {self.asked} steps were done")
             else:
+                if self.store.config["kind"] != "evaluate":  # which reports what it measured
+                    training_report(self.store)
                 self.store.set_status("finished", steps_done=self.done, steps_asked=self.asked)
         finally:
             self.store.close()

@@ -9,7 +9,10 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+import pyarrow.parquet as pq
 
 from k3rl.config.load import hash_of
 from k3rl.store import RunStore
@@ -58,6 +61,35 @@ def pipeline_report(folder: Path, runs: dict[str, Path]) -> Path:
     seconds = {name: phases(RunStore.open(run)) for name, run in runs.items()}
     own.write_state("report.json", {**_head(own), "cells": cells, "jobs": jobs, "phases": seconds})
     return _write(folder, "\n".join(sections))
+
+
+def training_report(store: RunStore) -> Path:
+    """The report of a job that trained: its plots, and one cell per domain and effort of its last step's rollouts."""
+    content = {**_head(store), "cells": _trained_cells(store), "phases": phases(store)}
+    store.write_state("report.json", content)
+    return _write(store.path, training_section(store.path.name, store.path, store.path).removeprefix("#"))
+
+
+def _trained_cells(store: RunStore) -> list[Cell]:
+    """What the policy did when it was last trained; stage ``train``. Empty for jobs without rollouts."""
+    files = store.rollout_files()
+    if not files:
+        return []
+    columns = ["domain", "effort", "reward", "thinking_tokens", "sampled_tokens"]
+    table: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in pq.read_table(files[-1], columns=columns).to_pylist():
+        if row["reward"] is not None:
+            table.setdefault((row["domain"], row["effort"] or ""), []).append(row)
+    return [
+        {
+            "stage": "train", "domain": domain, "effort": effort, "n": len(rows),
+            "reward": fmean(r["reward"] for r in rows),
+            "accuracy": fmean(r["reward"] >= 1.0 for r in rows),
+            "thinking_tokens": fmean(r["thinking_tokens"] for r in rows),
+            "total_tokens": fmean(r["sampled_tokens"] for r in rows),
+        }
+        for (domain, effort), rows in sorted(table.items(), key=lambda item: by_effort(item[0]))
+    ]  # fmt: skip
 
 
 def _head(store: RunStore) -> dict[str, str]:

@@ -143,7 +143,7 @@ def test_the_whole_is_what_the_renderer_makes_of_the_conversation_and_the_mask_i
 
 def test_a_tools_memory_survives_every_pause_and_death():
     script = Script(THREE_TURNS)
-    pool = pool_with(script, settings_with(**{"lambda": 0.4}), 0.1, 5)
+    pool = pool_with(script, settings_with(slice_s=0.002, **{"lambda": 0.4}), 0.2, 5)
     for t in trajectories(pool, steps=4):
         text = RENDERER.decode(t.token_ids)
         assert "2 + 3 is 5; call 1" in text

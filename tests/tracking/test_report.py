@@ -8,7 +8,7 @@ import pytest
 
 from k3rl.store import RunStore
 from k3rl.tracking.plots import training_plots
-from k3rl.tracking.report import evaluation_report, pipeline_report
+from k3rl.tracking.report import evaluation_report, pipeline_report, training_report
 
 
 def cells(rng: random.Random, stages: list[str]) -> list[dict]:
@@ -101,3 +101,37 @@ def test_a_pipelines_report_gathers_its_jobs(tmp_path):
     for line in text.splitlines():
         if line.startswith("!["):
             assert (report.parent / line.split("(")[1].rstrip(")")).is_file()
+
+
+def test_a_training_jobs_report_holds_its_last_steps_cells(tmp_path):
+    store = RunStore.create(tmp_path / "rl", "kind: rl\n")
+    rng, rows = random.Random(2), []
+    for step in range(2):
+        rows = [
+            {
+                "step": step,
+                "domain": "general",
+                "effort": rng.choice(["low", "max"]),
+                "reward": rng.choice([0.0, 1.0, None]),
+                "thinking_tokens": rng.randint(0, 9),
+                "sampled_tokens": rng.randint(9, 20),
+            }
+            for _ in range(40)
+        ]
+        store.write_rollouts(step, rows)
+        store.log_metrics(step, {"time/step_s": 2.0, "reward/mean": 0.5})
+    text = training_report(store).read_text()
+    assert text.startswith("# rl\n")
+    assert "rl, 2 steps, 4 s." in text
+    stored = json.loads((tmp_path / "rl" / "report.json").read_text())
+    assert (stored["kind"], stored["phases"]) == ("rl", {"step": 4.0})
+    assert [c["effort"] for c in stored["cells"]] == ["low", "max"]
+    for cell in stored["cells"]:
+        own = [r for r in rows if r["effort"] == cell["effort"] and r["reward"] is not None]
+        assert cell["n"] == len(own)
+        for name, value in (
+            ("reward", sum(r["reward"] for r in own)),
+            ("thinking_tokens", sum(r["thinking_tokens"] for r in own)),
+            ("total_tokens", sum(r["sampled_tokens"] for r in own)),
+        ):
+            assert cell[name] * len(own) == pytest.approx(value)
