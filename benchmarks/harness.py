@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -49,6 +50,9 @@ class Result:
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")
+        page = Path(__file__).resolve().parents[1] / "scripts" / "benchmarks_page.py"
+        if page.exists():  # not in a copy of the benchmarks alone
+            subprocess.run([sys.executable, str(page)], check=False)
 
 
 def versions() -> dict[str, str]:

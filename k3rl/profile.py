@@ -181,9 +181,9 @@ def show(p: Profile, console: Console | None = None) -> None:
             table.add_row(w.name, str(w.count), f"{w.busy_s:.1f}", f"{w.idle:.0%}")
         console.print(table)
     if p.overhead_s:
-        beyond = sum(p.overhead_s.values())
-        share = beyond / max(p.seconds_s, 1e-9)
-        console.print(f"Ray, copies and scheduling, at most: {beyond:.1f} s, {share:.0%} of the run")
+        total = sum(p.overhead_s.values())
+        share = total / max(p.seconds_s, 1e-9)
+        console.print(f"Ray, copies and scheduling, at most: {total:.1f} s, {share:.0%} of the run")
     for what, count in p.moved_bytes.items():
         console.print(f"{what}: {_size(count)}")
 
