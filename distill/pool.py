@@ -1,9 +1,9 @@
 """`TeacherPool`: questions to many teachers, wherever they live, answered while others are still being asked.
 
-    pool = TeacherPool(teachers, renderer, device="cpu")       # after ray.init
+    pool = TeacherPool(teachers, device="cpu")       # after ray.init
     ticket = pool.ask(3, ids, start)                           # teacher 3's log-probs of ids[start:]
     pool.work()                                                # now and then: sends what fills a batch
-    rows = pool.answers()                                      # all that was asked, by ticket
+    scores = pool.answers()                                    # of all that was asked, by ticket
 
 Who owns a question: the pool, from `ask` until `answers` returns its row, once. Local teachers live in Ray actors that
 serve one teacher after the other; a call goes to an idle actor with the questions of one teacher, preferably of the one
@@ -22,8 +22,7 @@ from typing import Any
 
 from distill.remote import RemoteScorer
 from distill.routing import Routing
-from distill.teachers import Teachers
-from k3rl.chat import Renderer
+from distill.teachers import Scores, Teachers
 from k3rl.config.distill import TeacherConfig, TeacherPoolConfig
 from k3rl.errors import RunError
 
@@ -61,12 +60,14 @@ class TeacherPool:
     def __init__(
         self,
         teachers: Sequence[TeacherConfig],
-        renderer: Renderer,
         device: str,
         max_context: int | None = None,
         config: TeacherPoolConfig | None = None,
         remote: dict[int, RemoteScorer] | None = None,
+        top_k: int | None = None,
     ) -> None:
+        """``top_k``: also each position's so many likeliest ids; 0: all."""
+        self._top_k = top_k
         self.config = config or TeacherPoolConfig()
         routing = Routing(teachers)
         self._weights = routing.weights
@@ -81,9 +82,9 @@ class TeacherPool:
         for actor in self._actors:
             self._start(actor)
         self._waiting: dict[int, list[_Question]] = defaultdict(list)
-        self._futures: dict[int, tuple[_Question, Future[list[float]]]] = {}
-        self._rows: dict[int, list[float]] = {}
-        self._cache: OrderedDict[bytes, list[float]] = OrderedDict()
+        self._futures: dict[int, tuple[_Question, Future[Scores]]] = {}
+        self._rows: dict[int, Scores] = {}
+        self._cache: OrderedDict[bytes, Scores] = OrderedDict()
         self._tickets = 0
         self.deaths = self.hits = self.asked = 0
 
@@ -103,7 +104,7 @@ class TeacherPool:
             self.hits += 1
             self._rows[ticket] = self._cache[question.key]
         elif index in self._remote:
-            self._futures[ticket] = question, self._remote[index].submit(ids, start)
+            self._futures[ticket] = question, self._remote[index].submit(ids, start, self._top_k or 0)
         else:
             self._waiting[index].append(question)
         return ticket
@@ -115,7 +116,7 @@ class TeacherPool:
             if actor.call is None:
                 self._send(actor, everything)
 
-    def answers(self) -> dict[int, list[float]]:
+    def answers(self) -> dict[int, Scores]:
         """Rows of all questions by ticket, each once. Raises `RunError` where a teacher cannot answer."""
         while any(self._waiting.values()) or self._futures or any(a.call is not None for a in self._actors):
             self.work(everything=True, wait_s=POLL_S)
@@ -123,8 +124,6 @@ class TeacherPool:
         return rows
 
     def _send(self, actor: _Actor, everything: bool) -> None:
-        import ray
-
         def size(index: int) -> int:
             return sum(len(q.ids) for q in self._waiting[index])
 
@@ -135,11 +134,11 @@ class TeacherPool:
         actor.questions, self._waiting[index] = self._waiting[index], []
         place = actor.indices.index(index)
         requests = [(place, q.ids, q.start) for q in actor.questions]
-        actor.call, actor.since_s, actor.last = (
-            actor.handle.score.remote(ray.put(requests)),
-            time.monotonic(),
-            index,
-        )
+        if self._top_k is None:
+            actor.call = actor.handle.score.remote(requests)
+        else:
+            actor.call = actor.handle.distributions.remote(requests, self._top_k)
+        actor.since_s, actor.last = time.monotonic(), index
 
     def _take(self, wait_s: float) -> None:
         import ray
@@ -172,11 +171,10 @@ class TeacherPool:
             self._keep(question, row)
         actor.call, actor.questions = None, []
 
-    def _keep(self, question: _Question, row: list[float]) -> None:
-        if len(row) != len(question.ids) - question.start:
-            raise RunError(
-                f"a teacher gave {len(row)} log-probs for {len(question.ids) - question.start} tokens"
-            )
+    def _keep(self, question: _Question, row: Scores) -> None:
+        asked = len(question.ids) - question.start
+        if len(row.logprobs) != asked or (row.ids is not None and len(row.ids) != asked):
+            raise RunError(f"a teacher gave {len(row.logprobs)} log-probs for {asked} tokens")
         self._rows[question.ticket] = row
         if self.config.cache_entries:
             self._cache[question.key] = row

@@ -19,6 +19,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
+from distill.teachers import Scores
 from k3rl.chat import Renderer
 from k3rl.config.distill import RemoteTeacher
 from k3rl.errors import RunError, UserError, nearest
@@ -58,16 +61,22 @@ class RemoteScorer:
         except RunError as error:
             raise UserError(str(error)) from error
 
-    def submit(self, ids: Sequence[int], start: int) -> Future[list[float]]:
-        """Natural log-probs of ``ids[start:]``. The future raises `RunError`."""
-        return self._pool.submit(self._score, list(ids), start)
+    def submit(self, ids: Sequence[int], start: int, top_k: int = 0) -> Future[Scores]:
+        """Natural log-probs of ``ids[start:]``, and of the ``top_k`` likeliest ids. The future raises `RunError`."""
+        return self._pool.submit(self._score, list(ids), start, top_k)
 
     def close(self) -> None:
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _score(self, ids: list[int], start: int) -> list[float]:
-        asked = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    def _score(self, ids: list[int], start: int, top_k: int = 0) -> Scores:
+        asked = {
+            "model": self.model,
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": top_k,
+        }
         answer = self._call("/completions", asked)
         try:
             entries = answer["choices"][0]["prompt_logprobs"]
@@ -82,7 +91,22 @@ class RemoteScorer:
             raise RunError(
                 f"teacher '{self.name}': {self.config.url} gave {len(entries)} log-probs for {len(ids)} tokens"
             )
-        return [self._entry(entry, ids[i], i) for i, entry in enumerate(entries[start:], start)]
+        own = [self._entry(entry, ids[i], i) for i, entry in enumerate(entries[start:], start)]
+        return Scores(own, *self._top(entries[start:], top_k)) if top_k else Scores(own)
+
+    def _top(self, entries: list[Any], k: int) -> tuple[Any, Any]:
+        """The ``k`` likeliest of each entry, which may hold the sampled id besides."""
+        ids = np.zeros((len(entries), k), np.int32)
+        logprobs = np.zeros((len(entries), k), np.float32)
+        for row, entry in enumerate(entries):
+            best = sorted(((float(v["logprob"]), int(t)) for t, v in entry.items()), reverse=True)[:k]
+            if len(best) < k:
+                raise RunError(
+                    f"teacher '{self.name}': {self.config.url} gave {len(best)} of the {k} likeliest tokens; vLLM "
+                    "needs --max-logprobs for that many"
+                )
+            logprobs[row], ids[row] = [p for p, _ in best], [t for _, t in best]
+        return ids, logprobs
 
     def _entry(self, entry: Any, token: int, position: int) -> float:
         own = entry.get(str(token)) if isinstance(entry, dict) else None

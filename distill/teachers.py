@@ -8,13 +8,24 @@ loaded: there is nothing to swap.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from distill.weights import HostWeights, architecture
 from k3rl.models import LanguageModel, ModelConfig
 
 Request = tuple[int, list[int], int]
 """Number of the teacher's weights, token ids, and from where on they are scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Natural log-probs of one question's tokens, and of each position's ``ids`` where they were asked for."""
+
+    logprobs: list[float]
+    ids: Any = None  # int32 [n, K], likeliest first; of a whole vocabulary in its order
+    top: Any = None  # float32 [n, K]
 
 
 class Teachers:
@@ -55,18 +66,32 @@ class Teachers:
             self._stage.append(known[kind])
             self._resting.append(rest)
 
-    def score(self, requests: Sequence[Request]) -> list[list[float]]:
+    def score(self, requests: Sequence[Request]) -> list[Scores]:
         """Natural log-probs of ``ids[start:]`` of each request, in their order."""
         from rollout.native import NativeEngine
 
-        out: list[list[float]] = [[] for _ in requests]
+        def by_engine(model: LanguageModel, mine: Sequence[Request]) -> list[Scores]:
+            context = min(self.max_context or model.max_context, model.max_context)
+            engine = NativeEngine(model, max_slots=1, max_context=context, eos_token_ids=())
+            rows = engine.score([ids for _, ids, _ in mine], [start for _, _, start in mine])
+            return [Scores(row) for row in rows]
+
+        return self._each(requests, by_engine)
+
+    def distributions(self, requests: Sequence[Request], k: int) -> list[Scores]:
+        """The same with the ``k`` likeliest ids of each position; 0: all."""
+        return self._each(requests, lambda model, mine: [_distribution(model, r[1], r[2], k) for r in mine])
+
+    def _each(
+        self,
+        requests: Sequence[Request],
+        answer: Callable[[LanguageModel, Sequence[Request]], list[Scores]],
+    ) -> list[Scores]:
+        out: list[Scores] = [Scores([])] * len(requests)
         began = time.monotonic()
         for index in self._order({r[0] for r in requests}):
             mine = [i for i, r in enumerate(requests) if r[0] == index]
-            model = self._ready(index)
-            context = min(self.max_context or model.max_context, model.max_context)
-            engine = NativeEngine(model, max_slots=1, max_context=context, eos_token_ids=())
-            scored = engine.score([requests[i][1] for i in mine], [requests[i][2] for i in mine])
+            scored = answer(self._ready(index), [requests[i] for i in mine])
             for i, row in zip(mine, scored, strict=True):
                 out[i] = row
         self.score_s += time.monotonic() - began
@@ -101,3 +126,19 @@ class Teachers:
             "teacher/score_s": self.score_s,
             "teacher/resting_bytes": float(sum(rest.nbytes for rest in self._resting if rest)),
         }
+
+
+def _distribution(model: LanguageModel, ids: list[int], start: int, k: int) -> Scores:
+    import torch
+
+    with torch.inference_mode():
+        device = next(model.parameters()).device
+        ids_T = torch.tensor(ids, device=device)
+        hidden_TD = model(ids_T, torch.tensor([0, len(ids)], device=device))
+        logprobs_TV = model.logits(hidden_TD[start - 1 : -1]).log_softmax(-1)
+        own_T = logprobs_TV.gather(1, ids_T[start:, None]).squeeze(1)
+        if k and k < logprobs_TV.shape[1]:
+            top_TK, ids_TK = logprobs_TV.topk(k, dim=1)
+        else:
+            top_TK, ids_TK = logprobs_TV, torch.arange(logprobs_TV.shape[1]).expand(len(own_T), -1)
+        return Scores(own_T.tolist(), ids_TK.int().cpu().numpy(), top_TK.float().cpu().numpy())

@@ -197,6 +197,7 @@ class Trajectory:
     advantage: float | None = None
     token_advantages: list[float] | None = None  # by sampled token; distillation fills it
     teacher_logprobs: list[float] | None = None  # by sampled token
+    teacher_top: Any = None  # by sampled token: (int32 ids [n, K], float32 log-probs [n, K]) of the teacher
     trainer_logprobs: list[float] | None = None  # by sampled token, before the update it was trained in
     routing: Any = None  # the engine's experts: int16 array [tokens read, expert layers, experts a token]
 

@@ -35,12 +35,21 @@ class TokenBatch:
     )
     reference_logprobs_T: Tensor | None = None  # float: of the frozen reference policy
     entropy_T: Tensor | None = None  # float, with gradient where an entropy bonus is asked
+    student_TK: Tensor | None = None  # float, with gradient: log pi_theta of the K ids that a teacher gives
+    teacher_TK: Tensor | None = None  # float: the teacher's log-probs of these ids
 
     def __post_init__(self) -> None:
         length = len(self.logprobs_T)
         for f in fields(self):
             value = getattr(self, f.name)
-            if value is not None and tuple(value.shape) != (length,):
+            shape = (
+                (length,)
+                if f.name.endswith("_T")
+                else (length, *value.shape[1:])
+                if value is not None
+                else ()
+            )
+            if value is not None and tuple(value.shape) != shape:
                 raise ValueError(f"{f.name} has shape {tuple(value.shape)}, logprobs_T has {length} tokens")
         if self.mask_T.dtype is not torch.bool:
             raise ValueError(f"mask_T must be bool, got {self.mask_T.dtype}")

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from k3rl.algorithms.cispo import CispoConfig
 from k3rl.algorithms.dapo import DapoConfig
+from k3rl.algorithms.divergence import DivergenceConfig
 from k3rl.algorithms.dr_grpo import DrGrpoConfig
 from k3rl.algorithms.gspo import GspoConfig
 from k3rl.algorithms.k25 import K25Config
@@ -49,6 +50,7 @@ ObjectiveChoice = Annotated[
     | CispoConfig
     | RlooConfig
     | ReinforceConfig
+    | DivergenceConfig
     | CustomConfig,
     Field(discriminator="type"),
 ]

@@ -112,6 +112,18 @@ class TokenRewardConfig(Config):
         return self
 
 
+class WholeDistribution(Config):
+    """Instead of rewards on sampled tokens: a divergence between the student's and the teacher's next-token
+    distributions, at every token that the student sampled (`k3rl.algorithms.divergence`)."""
+
+    type: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    """What is minimised."""
+    top_k: Annotated[int, Field(ge=0)] = 64
+    """Over the teacher's so many likeliest tokens; 0: the whole vocabulary."""
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """jsd: the teacher's share of the mixture."""
+
+
 class RolloutsData(Config):
     """Trajectories of an earlier run, token by token as they were sampled: off-policy SFT on what a teacher wrote."""
 

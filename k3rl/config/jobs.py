@@ -15,6 +15,7 @@ from k3rl.config.distill import (
     TeacherConfig,
     TeacherPoolConfig,
     TokenRewardConfig,
+    WholeDistribution,
 )
 from k3rl.config.rewards import RewardConfig
 from k3rl.config.rollout import AgentConfig, EngineConfig, NativeEngineConfig, RolloutConfig, SamplingConfig
@@ -144,6 +145,8 @@ class DistillJob(RlJob):
     """Who teaches which (domain, effort) cell."""
     token_rewards: TokenRewardConfig = TokenRewardConfig()
     """How a teacher's opinion becomes an advantage."""
+    divergence: WholeDistribution | None = None
+    """Compare whole distributions instead of sampled tokens. None: token rewards, as K3."""
     teacher_pool: TeacherPoolConfig = TeacherPoolConfig()
     """How teachers share devices."""
 

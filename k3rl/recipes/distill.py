@@ -14,7 +14,10 @@ from distill.diagnostics import GapLog, Gate, disagreement, largest_gaps
 from distill.pool import TeacherPool
 from distill.remote import RemoteScorer
 from distill.routing import Routing, teacher_prompt
-from distill.token_rewards import Opinion, assign, metrics
+from distill.teachers import Scores
+from distill.token_rewards import Opinion, assign, metrics, weights
+from k3rl.algorithms.config import ObjectiveChoice
+from k3rl.algorithms.divergence import DivergenceConfig
 from k3rl.chat import Renderer
 from k3rl.config.jobs import DistillJob
 from k3rl.recipes.launch import device_of, ray_cluster, renderer_of
@@ -28,18 +31,31 @@ def run_distill(job: DistillJob) -> Path:
     another vocabulary."""
     renderer = renderer_of(job.model)
     remote = remote_scorers(job, renderer)
-    objective = job.trainer.objective.model_copy(
-        update={"token_advantages": True, "group_weight": job.token_rewards.outcome_weight}
+    trained = job.model_copy(
+        update={"trainer": job.trainer.model_copy(update={"objective": objective_of(job)})}
     )
-    trained = job.model_copy(update={"trainer": job.trainer.model_copy(update={"objective": objective})})
     with ray_cluster(job.ray):
         pool = TeacherPool(
-            job.teachers, renderer, device_of(job), job.rollout.max_context, job.teacher_pool, remote
+            job.teachers,
+            device_of(job),
+            job.rollout.max_context,
+            job.teacher_pool,
+            remote,
+            job.divergence.top_k if job.divergence else None,
         )
         try:
             return run_rl(trained, Annotator(job, renderer, pool))
         finally:
             pool.close()
+
+
+def objective_of(job: DistillJob) -> ObjectiveChoice:
+    """The job's own objective on token advantages; or a divergence, whose token advantages are the cells' weights."""
+    if job.divergence is None:
+        changes = {"token_advantages": True, "group_weight": job.token_rewards.outcome_weight}
+        return job.trainer.objective.model_copy(update=changes)
+    choice = job.divergence
+    return DivergenceConfig(divergence=choice.type, beta=choice.beta, token_advantages=True)
 
 
 def remote_scorers(job: DistillJob, renderer: Renderer) -> dict[int, RemoteScorer]:
@@ -75,15 +91,18 @@ class Annotator:
         self.teachers.work(everything=True)
         own = [[*t.prompt_ids, *t.token_ids] for _, t in scored]
         student = pool.score(own, [len(t.prompt_ids) for _, t in scored]) if scored else []
-        rows, tickets = self.teachers.answers(), self._tickets
+        scores, tickets = self.teachers.answers(), self._tickets
         self._tickets = {}
         if not scored:
             return {}
         opinions = [
-            self._opinion(group, t, rows[tickets[t.id]], ours)
+            self._opinion(group, t, scores[tickets[t.id]], ours)
             for (group, t), ours in zip(scored, student, strict=True)
         ]
         assign(opinions, self.config)
+        if self.job.divergence is not None:
+            for (_, t), weight in zip(scored, weights([t for _, t in scored], self.config), strict=True):
+                t.token_advantages = [weight] * t.sampled_tokens
         found = metrics(opinions, self.routing.names, self.config)
         self.gate.check(found)
         if self.config.compare_every and step % self.config.compare_every == 0:
@@ -104,9 +123,12 @@ class Annotator:
         prompt = teacher_prompt(self.renderer, problem, self.job.teachers[number], self.job.thinking)
         return self.teachers.ask(number, [*prompt, *t.token_ids], len(prompt))
 
-    def _opinion(self, group: Group, t: Trajectory, theirs: list[float], ours: list[float]) -> Opinion:
+    def _opinion(self, group: Group, t: Trajectory, theirs: Scores, ours: list[float]) -> Opinion:
         mask = t.sampled_mask
-        return Opinion(t, self.routing.teacher_of(group.problem), _where(theirs, mask), _where(ours, mask))
+        if theirs.ids is not None:
+            t.teacher_top = theirs.ids[mask], theirs.top[mask]
+        number = self.routing.teacher_of(group.problem)
+        return Opinion(t, number, _where(theirs.logprobs, mask), _where(ours, mask))
 
     def _compared(self, scored: list[tuple[Group, Trajectory]], opinions: list[Opinion]) -> dict[str, float]:
         """A few trajectories, spread over the step's, under all other teachers."""
@@ -116,9 +138,9 @@ class Annotator:
             group, t = scored[i]
             others = [n for n in range(len(self.job.teachers)) if n != opinions[i].teacher]
             asked.append({n: self._question(group.problem, t, n) for n in others})
-        rows = self.teachers.answers()
+        scores = self.teachers.answers()
         views = [
-            {n: _where(rows[ticket], scored[i][1].sampled_mask) for n, ticket in tickets.items()}
+            {n: _where(scores[ticket].logprobs, scored[i][1].sampled_mask) for n, ticket in tickets.items()}
             for i, tickets in zip(chosen, asked, strict=True)
         ]
         return disagreement([opinions[i] for i in chosen], views, self.routing.names)

@@ -51,6 +51,8 @@ class Example:
     staleness: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     old: Floats | None = None
     reference: Floats | None = None
+    teacher_ids: NDArray[np.int32] | None = None  # [n, K]
+    teacher: Floats | None = None  # [n, K]: a teacher's log-probs of these ids
     routing: NDArray[np.int16] | None = None  # [L, expert layers, experts a token], from the engine
 
     @property
@@ -93,6 +95,7 @@ def from_trajectory(trajectory: Trajectory, group: int, version: int) -> Example
         advantage=advantage,
         staleness=version - np.asarray(trajectory.policy_versions, np.int64),
         routing=_routing(trajectory),
+        **_teacher_top(trajectory, n),
     )
     for name in ("behaviour", "advantage", "staleness"):
         if len(getattr(example, name)) != n:
@@ -108,6 +111,18 @@ def from_trajectory(trajectory: Trajectory, group: int, version: int) -> Example
             f"trajectory {trajectory.id}: version {newest} sampled it, the trainer is at {version}"
         )
     return example
+
+
+def _teacher_top(trajectory: Trajectory, n: int) -> dict[str, NDArray]:
+    if trajectory.teacher_top is None:
+        return {}
+    ids, logprobs = trajectory.teacher_top
+    if len(ids) != n or ids.shape != logprobs.shape:
+        raise ValueError(
+            f"trajectory {trajectory.id}: a teacher's ids {ids.shape} and log-probs {logprobs.shape} for {n} "
+            "sampled tokens"
+        )
+    return {"teacher_ids": ids, "teacher": logprobs}
 
 
 def _routing(trajectory: Trajectory) -> NDArray[np.int16] | None:

@@ -31,7 +31,7 @@ class MicroBatch:
         return len(self.ids_T)
 
     def column(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A per-token field of the examples, [P]."""
+        """A per-token field of the examples, [P] or [P, K]."""
         values = np.concatenate([getattr(e, name) for e in self.examples])
         return torch.from_numpy(values).to(self.ids_T.device, dtype)
 

@@ -34,8 +34,10 @@ class Policy(nn.Module):
         entropy_gradient: bool = False,
         temperature: float | None = None,
         routing_TLK: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(log-probs [P], entropy [P]) in float32, of the distribution at the policy's temperature.
+        requested_PK: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(log-probs [P], entropy [P], log-probs of ``requested_PK``) in float32, of the distribution at the policy's
+        temperature.
 
         ``routing_TLK`` replays an engine's expert choices; the experts' weights still come from the live
         router.
@@ -50,10 +52,11 @@ class Policy(nn.Module):
             temperature=self.temperature if temperature is None else temperature,
             entropy=True,
             entropy_gradient=entropy_gradient,
+            requested_TK=requested_PK,
             chunk_bytes=self.chunk_bytes,
         )
         assert out.entropy_T is not None
-        return out.logprobs_T, out.entropy_T
+        return out.logprobs_T, out.entropy_T, out.requested_TK
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -157,10 +157,12 @@ class TrainerWorker:
     def _update(self, examples: Sequence[Example], output: StepOutput, keep: Columns | None) -> None:
         objective = self.config.objective
 
-        def loss(micro: packing.MicroBatch, logprobs_P: Tensor, entropy_P: Tensor) -> LossOutput:
+        def loss(
+            micro: packing.MicroBatch, logprobs_P: Tensor, entropy_P: Tensor, requested_PK: Tensor | None
+        ) -> LossOutput:
             if keep is not None:
                 keep.take(micro.examples, logprobs_P, entropy_P)
-            return self.algorithm.loss(token_batch(micro, logprobs_P, entropy_P))
+            return self.algorithm.loss(token_batch(micro, logprobs_P, entropy_P, requested_PK))
 
         share = denominator(examples, objective.normalisation, objective.constant_tokens)
         self._train(examples, share, loss, output, entropy_gradient=objective.entropy_bonus > 0)
@@ -175,7 +177,9 @@ class TrainerWorker:
         """A rank's share of an SFT step."""
         started, output = self._begin()
 
-        def loss(micro: packing.MicroBatch, logprobs_P: Tensor, entropy_P: Tensor) -> LossOutput:
+        def loss(
+            micro: packing.MicroBatch, logprobs_P: Tensor, entropy_P: Tensor, _: Tensor | None
+        ) -> LossOutput:
             weight_P = micro.repeat([e.weight for e in micro.examples], logprobs_P.dtype)
             metrics = {"entropy": Sum.over(entropy_P), "nll": Sum.over(-logprobs_P)}
             total = float(weight_P.double().sum())
@@ -202,7 +206,7 @@ class TrainerWorker:
         scored: list[np.ndarray] = [np.zeros(e.sequence_tokens, np.float32) for e in examples]
         index = {id(e): i for i, e in enumerate(examples)}
         for micro in self._passes([e for e in examples if e.sequence_tokens]):
-            logprobs_P, _ = self._forward(micro, False, temperature)
+            logprobs_P, _, _ = self._forward(micro, False, temperature)
             for e, row in zip(micro.examples, _split(micro, logprobs_P), strict=True):
                 if id(e) in index:
                     scored[index[id(e)]] = row
@@ -292,8 +296,12 @@ class TrainerWorker:
         return [packing.build(p, self.device) for p in passes]
 
     def _forward(
-        self, micro: packing.MicroBatch, entropy_gradient: bool, temperature: float | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        micro: packing.MicroBatch,
+        entropy_gradient: bool,
+        temperature: float | None = None,
+        requested: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         recorded = engine_routing(micro)
         replay = recorded if self.config.replay_routing else None
         with self.experts.watch(recorded):
@@ -305,6 +313,7 @@ class TrainerWorker:
                 entropy_gradient,
                 temperature,
                 replay,
+                micro.column("teacher_ids", torch.int64) if requested else None,
             )
 
     def _train(self, examples, share, loss, output: StepOutput, entropy_gradient: bool = False) -> None:
@@ -318,11 +327,12 @@ class TrainerWorker:
         self.balancing.reset()
         for micro in self._passes(examples):
             self.balancing.counting(micro.examples[0] is not _IDLE)
-            logprobs_P, entropy_P = self._forward(micro, entropy_gradient)
+            requested = all(e.teacher_ids is not None for e in micro.examples)
+            logprobs_P, entropy_P, requested_PK = self._forward(micro, entropy_gradient, requested=requested)
             if micro.examples[0] is _IDLE:
                 (logprobs_P.sum() * 0.0).backward()
                 continue
-            result: LossOutput = loss(micro, logprobs_P, entropy_P)
+            result: LossOutput = loss(micro, logprobs_P, entropy_P, requested_PK)
             (result.loss_sum / total).backward()
             counted += result.denominator
             output.loss += float(result.loss_sum.detach()) / total
@@ -369,12 +379,18 @@ class TrainerWorker:
 _IDLE = Example("", np.zeros(2, np.int64), np.ones(1, np.int64))
 
 
-def token_batch(micro: packing.MicroBatch, logprobs_P: Tensor, entropy_P: Tensor) -> TokenBatch:
+def token_batch(
+    micro: packing.MicroBatch, logprobs_P: Tensor, entropy_P: Tensor, requested_PK: Tensor | None = None
+) -> TokenBatch:
     """What an objective sees of a micro-batch: only tokens with loss."""
     examples, f = micro.examples, logprobs_P.dtype
     optional = {
         name: micro.column(field, f) if all(getattr(e, field) is not None for e in examples) else None
-        for name, field in (("old_logprobs_T", "old"), ("reference_logprobs_T", "reference"))
+        for name, field in (
+            ("old_logprobs_T", "old"),
+            ("reference_logprobs_T", "reference"),
+            ("teacher_TK", "teacher"),
+        )
     }
     return TokenBatch(
         logprobs_T=logprobs_P,
@@ -386,6 +402,7 @@ def token_batch(micro: packing.MicroBatch, logprobs_P: Tensor, entropy_P: Tensor
         group_tokens_T=micro.repeat([e.group_tokens for e in examples], torch.int64),
         staleness_T=micro.column("staleness", torch.int64),
         entropy_T=entropy_P,
+        student_TK=requested_PK,
         **optional,
     )
 

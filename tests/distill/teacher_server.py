@@ -5,17 +5,19 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from distill.teachers import Teachers
 from k3rl.chat import load_renderer
 from k3rl.models import load_model
 from rollout.native import NativeEngine
 
 
 class TeacherServer:
-    """``fault`` is what the next answers have: '', 'short', 'shifted', 'refused', 'busy', 'html' or 'plain'. `stop` and
-    `start` keep the port."""
+    """``fault`` is what the next answers have: none, 'short', 'shifted', 'few', 'refused', 'busy', 'html' or 'plain'.
+    `stop` and `start` keep the port."""
 
     def __init__(self, model, name="teacher", texts=None):
         self.engine = NativeEngine(load_model(model), max_slots=1, max_context=2048, eos_token_ids=())
+        self.teachers = Teachers([model], "cpu", 2048)
         self.renderer, self.name, self.texts = load_renderer("k3-nano"), name, texts or {}
         self.fault, self.answered, self.lock = "", 0, threading.Lock()
         self.port = 0
@@ -63,7 +65,6 @@ class TeacherServer:
     def completion(self, body):
         ids = body["prompt"]
         assert body["model"] == self.name
-        assert body["prompt_logprobs"] == 0
         self.answered += 1
         if self.fault == "refused":
             return 400, {"error": {"message": "prompt is longer than the model's context"}}
@@ -75,11 +76,19 @@ class TeacherServer:
             return 200, {"choices": [{"text": "x"}]}
         row = self.engine.score([ids], [1])[0]
         entries = [None, *({str(t): self.entry(t, p)} for t, p in zip(ids[1:], row, strict=True))]
+        if body["prompt_logprobs"] and self.fault != "few":
+            self.add_likeliest(entries, ids, body["prompt_logprobs"])
         if self.fault == "short":
             entries = entries[:-1]
         if self.fault == "shifted":
             entries = [None, None, *entries[1:-1]]
         return 200, {"choices": [{"text": "x", "prompt_logprobs": entries}]}
+
+    def add_likeliest(self, entries, ids, k):
+        (found,) = self.teachers.distributions([(0, ids, 1)], k)
+        for entry, tokens, logprobs in zip(entries[1:], found.ids, found.top, strict=True):
+            for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
+                entry.setdefault(str(token), self.entry(token, logprob))
 
     def entry(self, token, logprob):
         return {
