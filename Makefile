@@ -23,8 +23,10 @@ test: install-test lint ## Everything CI runs
 test-slow: install-test ## What is too long for every change
 	$(BIN)/python -m pytest -m slow --timeout 3600
 
-recipe: install ## Cold start, an RL expert, and its distillation into the student, at nano size
-	$(BIN)/k3rl run configs/distill_nano.yaml
+recipe: install ## K3's whole recipe at nano size: nine experts into one student, with baselines; under an hour
+	$(BIN)/k3rl run configs/k3_recipe_nano.yaml
+	@echo
+	@echo "Report: runs/k3_recipe_nano/report.md"
 
 lint: install-test
 	$(BIN)/ruff check .
