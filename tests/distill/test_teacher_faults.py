@@ -176,6 +176,12 @@ def test_packed_teachers_take_turns_and_stay_what_they_are(models):
     assert packed.score(requests) == loaded.score(requests)
     assert loaded.statistics()["teacher/swaps"] == 0
     assert packed.statistics()["teacher/swaps"] == 3  # 9 questions, one swap a teacher
+    for rule in ("floor", "even"):
+        other = [m.model_copy(update={"qat": QatConfig(rule=rule)}) for m in models[:2]]
+        one = [(1, *requests[0][1:])]
+        assert Teachers(other, "cpu", 256, storage="mxfp4").score(one) == Teachers(other, "cpu", 256).score(
+            one
+        )
     packed.score([(2, *requests[0][1:])])  # whose weights are in place
     found = packed.statistics()
     assert found["teacher/swaps"] == 3
