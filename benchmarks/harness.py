@@ -40,7 +40,8 @@ class Result:
         if path is None:
             return
         said = [a if a != str(path) else f"benchmarks/results/{path.name}" for a in sys.argv[1:]]
-        command = " ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *said])
+        program = Path(sys.argv[0]).resolve().relative_to(Path(__file__).resolve().parents[1])
+        command = " ".join([f"python {program}", *said])
         content = {
             "name": self.name,
             "machine": self.machine,

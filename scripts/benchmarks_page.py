@@ -24,6 +24,8 @@ MACHINES = {
     "h200x8": "eight NVIDIA H200",
 }
 KNOWN = {"metric", "value", "unit", "peer", "peer_value", "ratio"}
+IN_THE_METRIC = {"gpus", "lambda", "N", "K", "model", "resume", "what"}
+"""Keys for programs; the metric says the same in words."""
 
 HEAD = """# Benchmarks
 
@@ -57,7 +59,7 @@ def section(result: dict[str, Any]) -> str:
     lines += [f"Command: {code(result['command'])}  ", f"Versions: {facts(result['versions'])}"]
     if result.get("setting"):
         lines += ["  ", f"Setting: {facts(result['setting'])}"]
-    others = sorted({k for r in result["rows"] for k in r} - KNOWN)
+    others = sorted({k for r in result["rows"] for k in r} - KNOWN - IN_THE_METRIC)
     lines += ["", row(["what", "value", "unit", "peer", "its value", "ratio", *map(words, others)])]
     lines.append(row(["---", "---:", "---", "---", "---:", "---:", *["---"] * len(others)]))
     for r in result["rows"]:
