@@ -65,7 +65,7 @@ def _row(cells: list[str]) -> str:
 
 
 def page(results: Path = RESULTS) -> str:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.append(str(ROOT / "benchmarks"))  # last: it has a rewards.py too
     from fleet_model import costs
     from simulate_fleet import K3, Fleet
 

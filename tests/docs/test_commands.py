@@ -21,7 +21,7 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -38,8 +38,8 @@ FENCE = re.compile(
 HEAVY = re.compile(r"\bk3rl (?!config|doctor|--help)(?!\w+ --help)|\b(make|pip|apt-get|python benchmarks)\b")
 KINDS = {"run", "slow", "fails", "serves", "tested", "needs"}
 
-# Pages without marks of their own: by a pattern of the line, what becomes of it.
-LINES = {
+# Blocks without a mark of their own: by page and a pattern of their beginning. README's are taken line by line.
+KNOWN = {
     "README.md": {
         r"make (demo|test) ": "needs: network; CI runs both",
         r"\.venv/bin/k3rl view runs/": "tested: tests/viewer/test_viewer_browser.py",
@@ -48,7 +48,10 @@ LINES = {
         r"k3rl export runs/qat_nano": "slow",
         r"k3rl (config|doctor)": "run",
     },
-    "rewards.md": {r".*": "tested: tests/rewards/test_rewards_doc.py"},
+    "rewards.md": {r"": "tested: tests/rewards/test_rewards_doc.py"},
+    "distillation.md": {
+        r"make recipe": "needs: half an hour; its config is tested in tests/distill/test_distill_jobs.py"
+    },
 }
 
 
@@ -91,11 +94,14 @@ def blocks(page: Path) -> list[Block]:
             match["text"],
             match["mark"] or default_mark(match["text"]),
         )
-        if block.language == "bash" and page.name in LINES and not match["mark"]:
+        known = KNOWN.get(page.name, {}) if block.language == "bash" and not match["mark"] else {}
+        if known and page.name == "README.md":
             for command in filter(None, (c.strip() for c in block.text.splitlines())):
-                found = [m for p, m in LINES[page.name].items() if re.match(p, command)]
+                found = [m for p, m in known.items() if re.match(p, command)]
                 assert found, f"{block.where}: nothing says what becomes of `{command}`"
-                out.append(Block(name, line, "bash", "", command + "\n", found[0]))
+                out.append(replace(block, text=command + "\n", mark=found[0]))
+        elif found := [m for p, m in known.items() if re.match(p, block.text)]:
+            out.append(replace(block, mark=found[0]))
         elif block.language == "bash" or "title=" in block.info:
             out.append(block)
     return out
