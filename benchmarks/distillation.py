@@ -18,7 +18,6 @@ import torch
 from harness import Result
 
 from distill.teachers import Teachers
-from k3rl.config.load import validate
 from k3rl.models import ModelConfig, build_model, load_model, save_model
 from k3rl.quant.config import QatConfig
 
@@ -61,6 +60,8 @@ def swaps(result: Result, models: list[ModelConfig], device: str, what: str) -> 
 
 
 def job(models: list[ModelConfig], folder: Path, teachers: int, steps: int) -> object:
+    from k3rl.config.load import validate
+
     cells = [(d, e) for d in DOMAINS for e in EFFORTS]
     routed = [
         {"name": f"{d}-{e}", "model": models[i % teachers].model_dump(), "domains": [d], "efforts": [e]}

@@ -70,6 +70,30 @@ def test_the_expected_gradient_is_that_of_reverse_kl():
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+def test_sampled_gradients_converge_to_that_of_reverse_kl_and_clipping_biases_them():
+    """One position over five tokens: the mean of sampled token rewards times the score function, against autograd."""
+    torch.manual_seed(11)
+    student = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    teacher = (2 * torch.randn(5, dtype=torch.float64)).log_softmax(-1)
+    logp = student.log_softmax(-1)
+    exact = torch.autograd.grad((logp.exp() * (logp - teacher)).sum(), student, retain_graph=True)[0]
+
+    def estimate(count: int, r_max: float) -> torch.Tensor:
+        draws = torch.multinomial(logp.detach().exp(), count, replacement=True)
+        t = trajectory(0, draws.tolist())
+        assign(
+            [Opinion(t, 0, teacher[draws].tolist(), logp.detach()[draws].tolist())],
+            TokenRewardConfig(r_max=r_max, weighting="token"),
+        )
+        advantages = torch.tensor(t.token_advantages, dtype=torch.float64)
+        loss = -(advantages * logp[draws]).mean()
+        return torch.autograd.grad(loss, student, retain_graph=True)[0]
+
+    errors = [float((estimate(n, 1e9) - exact).norm() / exact.norm()) for n in (100, 400_000)]
+    assert errors[1] < 0.02 < errors[0]
+    assert float((estimate(400_000, 0.1) - exact).norm() / exact.norm()) > 0.2
+
+
 def test_clipping_and_weighting_are_those_of_the_definition():
     rng = random.Random(3)
     cells = [
