@@ -57,6 +57,7 @@ def ray_cluster(config: RayConfig) -> Iterator[None]:
     else:
         # Actors of one node take turns on its cores, so more are offered than there are.
         options |= {
+            "address": "local",  # else Ray joins whatever cluster was started on this machine
             "num_cpus": max(config.num_cpus or os.cpu_count() or 1, 4),
             "include_dashboard": False,
         }

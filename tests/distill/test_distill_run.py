@@ -1,16 +1,21 @@
-"""A distillation run with a teacher behind HTTP: the server goes away in the middle, comes back, and stays away."""
+"""Whole jobs: a teacher's server that goes away in the middle of a run; collecting what teachers write, and SFT on
+it."""
 
 import json
 import threading
 import time
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from teacher_server import TeacherServer
 
-from k3rl.config.load import load_job
+from k3rl.chat import load_renderer
+from k3rl.config.load import load_job, validate
 from k3rl.errors import RunError, UserError
 from k3rl.models import ModelConfig, build_model, save_model
+from k3rl.recipes.distill_cli import collect
 from k3rl.recipes.run import run_job
 
 pytestmark = pytest.mark.slow
@@ -94,3 +99,41 @@ def away(server: TeacherServer, after: int, seconds: float) -> None:
     server.stop()
     time.sleep(seconds)
     server.start()
+
+
+def test_what_teachers_wrote_is_collected_and_learnt_from(models, tmp_path, capsys):
+    """`k3rl distill collect` on a distill config with a teacher that reads no effort message; then SFT on its rows."""
+    path = tmp_path / "job.yaml"
+    job(models, tmp_path, "http://127.0.0.1:9/v1", 1)
+    plain = yaml.safe_load(path.read_text())
+    plain["teachers"] = [
+        {"name": "blind", "model": {"path": models[1]}, "prompt_effort": "none", "domains": ["general"]},
+        {"name": "near", "model": {"path": models[2]}},
+    ]
+    path.write_text(yaml.safe_dump(plain))
+    collect(path, [], problems=6, samples=2)
+    run = Path(capsys.readouterr().out.strip().splitlines()[-1])
+    rows = pq.read_table(run / "rollouts/step-000000.parquet").to_pylist()
+    assert len(rows) == 12
+    assert {row["domain"] for row in rows} == {"general", "agent"}
+    renderer = load_renderer("k3-nano")
+    for row in rows:  # the student's prompt asks for the effort, whatever the teacher read
+        assert row["prompt_ids"] == renderer.encode_prompt(
+            json.loads(row["messages_json"]), (), row["effort"]
+        )
+    whole = [r for r in rows if r["status"] == "complete"]
+    data = {"type": "rollouts", "path": str(run)}
+    sft = {"kind": "sft", "name": "sft", "runs": str(tmp_path), "model": {"path": models[0]}, "data": data}
+    if not whole:
+        with pytest.raises(UserError, match="no trajectory"):
+            run_job(validate({**sft, "steps": 2, "batch_size": 4}, {}, "test"))
+        return
+    trained = run_job(validate({**sft, "steps": 2, "batch_size": len(whole)}, {}, "test"))
+    first = json.loads((trained / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["train/trained_tokens"] == sum(sum(row["sampled_mask"]) for row in whole)
+
+
+def test_a_remote_teacher_cannot_be_collected_from(models, tmp_path):
+    job(models, tmp_path, "http://127.0.0.1:9/v1", 1)
+    with pytest.raises(UserError, match="teachers: 'far' is remote, and a server only scores"):
+        collect(tmp_path / "job.yaml", [], problems=6, samples=2)
