@@ -44,6 +44,19 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
+def limit_tuning(most: int) -> None:
+    """Let Triton's tuner try so many configurations a kernel: minutes less, and no faster than with all."""
+    from triton.runtime.autotuner import Autotuner
+
+    original = Autotuner.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.configs = self.configs[:: max(1, len(self.configs) // most)][:most]
+
+    Autotuner.__init__ = init  # type: ignore[method-assign]
+
+
 # -- inputs
 
 
@@ -364,8 +377,11 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="*", default=[1 << n for n in range(12, 18)])
     parser.add_argument("--quick", action="store_true", help="short sequences and k3-nano")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--tune", type=int, default=0, help="configurations fla may try per kernel (0: all)")
     args = parser.parse_args()
     device = torch.device(args.device)
+    if args.tune:
+        limit_tuning(args.tune)
     torch.manual_seed(0)
     kernel = "fla" if device.type == "cuda" else "torch"
 

@@ -4,13 +4,15 @@
     python benchmarks/rollout_throughput.py --out benchmarks/results/rollout_throughput.cpu.json      # SmolLM2 on CPU
 
 On a GPU: a Qwen3-0.6B shape with random weights, 128 tokens in and 128 out, no stop. On CPU: SmolLM2-135M-Instruct, 32
-prompts of ragged lengths, up to 64 tokens each. Peers: `generate`, and `generate_batch`, its continuous batching.
+prompts of 16 to 48 tokens, responses as long-tailed as RL's are: log-normal, median 40, p99/p50 = 8, at most 320.
+Peers: `generate`, and `generate_batch`, its continuous batching.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import tempfile
@@ -33,6 +35,8 @@ QWEN3 = {
     "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
     "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False,
 }  # fmt: skip
+TAIL = math.log(8) / 2.3263
+"""Standard deviation of log length: p99 / p50 of a log-normal is exp(2.3263 sigma)."""
 HBM_GBS = 4800.0
 """Memory bandwidth of an H200, GB/s."""
 
@@ -132,8 +136,8 @@ def on_cpu(result: Result, count: int) -> None:
     model = load_model(ModelConfig(path="smollm2-135m-instruct")).requires_grad_(False)
     plain = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).eval()
     rng = random.Random(0)
-    prompts = [[rng.randrange(100, 40_000) for _ in range(rng.randint(16, 96))] for _ in range(count)]
-    lengths = [min(64, max(4, round(rng.lognormvariate(2.6, 0.8)))) for _ in range(count)]
+    prompts = [[rng.randrange(100, 40_000) for _ in range(rng.randint(16, 48))] for _ in range(count)]
+    lengths = [min(320, max(4, round(rng.lognormvariate(math.log(40), TAIL)))) for _ in range(count)]
     theirs = generate(plain, prompts, lengths, "cpu")
     ours = native(model, prompts, lengths, rounds=1)
     name = f"SmolLM2-135M, {count} ragged prompts"

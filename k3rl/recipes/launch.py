@@ -19,6 +19,7 @@ from k3rl.errors import UserError
 from k3rl.models import ModelConfig, load_model
 from k3rl.models.config import PRESETS
 from k3rl.models.loading import model_folder
+from k3rl.quant.packed import pack_experts, packs_experts
 from k3rl.trainer.group import TrainerGroup
 from k3rl.weights import Handshake, Publication, verify
 from rewards.service import RewardService
@@ -105,17 +106,18 @@ def worker_factory(
             renderer,
             context,
             name=f"rollout-{index}",
-            handshake=handshake_of(renderer, config),
+            handshake=handshake_of(renderer, config, model),
             device=device,
         )
 
     return make
 
 
-def handshake_of(renderer: Renderer, config: RolloutConfig) -> Handshake:
+def handshake_of(renderer: Renderer, config: RolloutConfig, model: ModelConfig) -> Handshake:
     """What trainer and engines must mean alike."""
     sampling = config.sampling
     return Handshake(
+        quantisation=str(model.qat) if model.qat else "none",
         sampling=f"processed; temperature={sampling.temperature}; top_p={sampling.top_p}; "
         f"top_k={sampling.top_k}; min_p={sampling.min_p}",
         tokenizer=renderer.fingerprint(),
@@ -131,6 +133,8 @@ def _make_engine(
     from rollout.native import NativeEngine
 
     loaded = load_model(model, device, seed=seed).eval().requires_grad_(False)
+    if packs_experts(model.qat):
+        pack_experts(loaded)
     context = min(config.max_context or loaded.max_context, loaded.max_context)
     engine = NativeEngine(
         loaded,
@@ -185,7 +189,8 @@ def trainer_resources(
         config,
         seed=seed,
         temperature=temperature,
-        handshake=handshake_of(renderer, rollout) if rollout and renderer else None,
+        handshake=handshake_of(renderer, rollout, model) if rollout and renderer else None,
+        packed=rollout is not None and rollout.engine.type == "native" and packs_experts(model.qat),
         transport="cuda_ipc" if device == "cuda" else "shm",
         num_gpus=COLOCATED_GPU_SHARE if device == "cuda" else 0.0,
         device=device,

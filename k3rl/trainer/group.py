@@ -79,6 +79,7 @@ class TrainerGroup:
         temperature: float = 1.0,
         transport: str = "shm",
         handshake: Handshake | None = None,
+        packed: bool = False,
         placement_group: PlacementGroup | None = None,
         first_bundle: int = 0,
         num_cpus: float = 1.0,
@@ -108,6 +109,7 @@ class TrainerGroup:
             "seed": seed,
             "temperature": temperature,
             "transport": transport,
+            "packed": packed,
             "handshake": handshake,
         }
         place = device if device != "auto" or num_gpus else "cpu"

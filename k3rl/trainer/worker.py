@@ -24,6 +24,7 @@ from k3rl.errors import RunError, UserError
 from k3rl.models import LanguageModel, ModelConfig, load_model
 from k3rl.optim import RouterBalancing
 from k3rl.quant import qat
+from k3rl.quant.packed import expert_rule, packed_weights
 from k3rl.trainer import checkpoint, memory, offload, packing
 from k3rl.trainer.diagnostics import Columns, diagnose, sft_metrics
 from k3rl.trainer.distributed import World
@@ -64,8 +65,8 @@ class StepOutput:
 
 
 class TrainerWorker:
-    """``temperature`` is the sampler's: both sides score the same distribution. Raises `UserError` for a
-    bad config or model.
+    """``temperature`` is the sampler's: both sides score the same distribution. ``packed``: routed experts, which the
+    model fake-quantises, are published as MXFP4 codes and scales. Raises `UserError` for a bad config or model.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class TrainerWorker:
         world: World | None = None,
         transport: Transport | str = "shm",
         handshake: Handshake | None = None,
+        packed: bool = False,
     ) -> None:
         self.config, self.seed = config, seed
         self.world = world or World()
@@ -111,6 +113,7 @@ class TrainerWorker:
             transport = make_transport(transport)
         self._background = checkpoint.Background()
         self.publisher = Publisher(transport, handshake)
+        self.packed = expert_rule(self.model) if packed else None
         self.version = 0
         """Optimiser steps behind the weights."""
 
@@ -239,7 +242,10 @@ class TrainerWorker:
         """The present weights through the worker's transport; ``None`` on ranks other than 0."""
         canary = self.canary()
         if self.world.rank == 0:
-            return self.publisher.publish(self.named_weights(), self.version, canary)
+            weights = self.named_weights()
+            if self.packed:
+                weights = packed_weights(weights, self.packed)
+            return self.publisher.publish(weights, self.version, canary)
         for _ in self.named_weights():
             pass
         return None

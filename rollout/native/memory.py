@@ -42,13 +42,14 @@ class ModelMemory:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Back to the device. Dropped weights come back as NaN, so that a use of them can't pass unseen."""
+        """Back to the device. Dropped weights come back as NaN, so that a use of them can't pass unseen (bytes as 255,
+        which is the scale of NaNs)."""
         for tensor in self._tensors():
             shape = self._shapes.get(id(tensor))
             if shape is None:
                 tensor.data = tensor.data.to(self.device)
             else:
-                fill = torch.nan if tensor.is_floating_point() else 0
+                fill = torch.nan if tensor.is_floating_point() else 255 if tensor.dtype is torch.uint8 else 0
                 tensor.data = torch.full(shape, fill, dtype=tensor.dtype, device=self.device)
         self._shapes.clear()
         self.level = 0

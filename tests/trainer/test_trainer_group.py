@@ -19,7 +19,7 @@ from k3rl.weights import checksum, receive
 @pytest.fixture(scope="module", autouse=True)
 def ray_here():
     ray.shutdown()  # of other tests: their actors would hold the cores
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield
     ray.shutdown()
 

@@ -195,8 +195,9 @@ class K3Model(LanguageModel):
         name = PREFIX + name.replace("_res.norm.", "_res_norm.").replace("_res.proj.", "_res_proj.")
         head, dot, leaf = name.rpartition(".")
         if head.endswith(".experts"):
+            matrix, packed, part = leaf.partition("_")  # w1, or an engine's w1_packed and w1_scale
             for e in range(tensor.shape[0]):
-                yield f"{head}.{e}{dot}{leaf}.weight", tensor[e]
+                yield f"{head}.{e}{dot}{matrix}.weight{packed}{part}", tensor[e]
         else:
             yield name, tensor
 

@@ -81,6 +81,7 @@ class Experts(nn.Module):
         super().__init__()
         E, I, L = config.num_experts, config.moe_intermediate_size, config.routed_expert_hidden_size
         self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
+        self.num_experts, self.columns = E, E * I
         self.w1 = nn.Parameter(torch.empty(E, I, L, dtype=dtype, device=device))
         self.w2 = nn.Parameter(torch.empty(E, L, I, dtype=dtype, device=device))
         self.w3 = nn.Parameter(torch.empty(E, I, L, dtype=dtype, device=device))
@@ -89,38 +90,44 @@ class Experts(nn.Module):
 
     def forward(self, z_TL: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Sum over a token's experts of weight * w2(SiTU(w1 z, w3 z)), [T, L]."""
-        w1, w2, w3 = self.w1, self.w2, self.w3
-        if self.weight_transform is not None:
-            w1, w2, w3 = (self.weight_transform(w) for w in (w1, w2, w3))
         if self.activation_transform is not None:
             z_TL = self.activation_transform(z_TL)
-        if not z_TL.is_cuda and z_TL.shape[0] <= FEW_TOKENS and w1.shape[0] * w1.shape[1] <= FEW_COLUMNS:
-            return self._all_at_once(z_TL, ids_TK, weights_TK, w1, w2, w3)
+        if not z_TL.is_cuda and z_TL.shape[0] <= FEW_TOKENS and self.columns <= FEW_COLUMNS:
+            return self._all_at_once(z_TL, ids_TK, weights_TK)
         T, top_k = ids_TK.shape
         flat_A = ids_TK.reshape(-1)
         order_A = torch.argsort(flat_A, stable=True)
         z_AL = z_TL.index_select(0, order_A // top_k)
-        experts_E = torch.arange(w1.shape[0], device=z_TL.device)
+        experts_E = torch.arange(self.num_experts, device=z_TL.device)
         ends_E = torch.searchsorted(flat_A[order_A], experts_E, right=True)
-        if _can_group(z_TL, w1):
-            y_AL = self._grouped(z_AL, ends_E.to(torch.int32), w1, w2, w3)
-        else:
-            y_AL = self._one_by_one(z_AL, ends_E.tolist(), w1, w2, w3)
+        y_AL = self.products(z_AL, ends_E)
         y_AL = wide(y_AL) * weights_TK.reshape(-1).index_select(0, order_A)[:, None]
         back_A = torch.empty_like(order_A).scatter_(
             0, order_A, torch.arange(T * top_k, device=order_A.device)
         )
         return y_AL.index_select(0, back_A).unflatten(0, (T, top_k)).sum(1).to(z_TL.dtype)
 
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """w1, w2, w3 as they are multiplied with."""
+        if self.weight_transform is None:
+            return self.w1, self.w2, self.w3
+        return self.weight_transform(self.w1), self.weight_transform(self.w2), self.weight_transform(self.w3)
+
+    def products(self, z_AL: Tensor, ends_E: Tensor) -> Tensor:
+        """w2(SiTU(w1 z, w3 z)) of rows sorted by expert; ``ends_E``: where each expert's rows end."""
+        w1, w2, w3 = self.matrices()
+        if _can_group(z_AL, w1):
+            return self._grouped(z_AL, ends_E.to(torch.int32), w1, w2, w3)
+        return self._one_by_one(z_AL, ends_E.tolist(), w1, w2, w3)
+
     def _inner(self, gate: Tensor, up: Tensor) -> Tensor:
         inner = situ_glu(gate, up, *self.betas)
         return inner if self.activation_transform is None else self.activation_transform(inner)
 
-    def _all_at_once(
-        self, z_TL: Tensor, ids_TK: Tensor, weights_TK: Tensor, w1: Tensor, w2: Tensor, w3: Tensor
-    ) -> Tensor:
+    def _all_at_once(self, z_TL: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Every expert on every token, as three matrix products: for a small decode step on the CPU this beats
         visiting experts one by one. Weights of experts that were not chosen are zero."""
+        w1, w2, w3 = self.matrices()
         gate, up = F.linear(z_TL, w1.flatten(0, 1)), F.linear(z_TL, w3.flatten(0, 1))
         inner_TEI = self._inner(gate, up).unflatten(-1, w1.shape[:2])
         weights_TE = weights_TK.new_zeros(z_TL.shape[0], w1.shape[0]).scatter(1, ids_TK, weights_TK)

@@ -1,0 +1,133 @@
+"""Experts that an engine holds packed: the trainer's numbers, a quarter of the bytes, the released names."""
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from k3rl.config.trainer import TrainerConfig
+from k3rl.models import ModelConfig, build_model, load_model
+from k3rl.quant.config import QatConfig
+from k3rl.quant.export import Packer
+from k3rl.quant.packed import PackedExperts, pack_experts, packed_weights
+from k3rl.trainer.worker import TrainerWorker
+from k3rl.weights import deliver, verify
+from k3rl.weights.transports import Shm
+from rollout.engine import Generation, SamplingParams
+from rollout.native import NativeEngine
+
+QAT = ModelConfig(overrides={"num_hidden_layers": 2, "attn_res_block_size": 1}, qat=QatConfig())
+
+
+def drawn(seed: int, length: int) -> list[int]:
+    return torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("rule", ["ceil", "even"])
+@pytest.mark.parametrize("lengths", [[7], [40, 300]])
+def test_packing_changes_no_bit_of_the_forward_pass(rule, lengths):
+    model = build_model(QAT.model_copy(update={"qat": QatConfig(rule=rule)}), seed=3).requires_grad_(False)
+    packed = copy.deepcopy(model)
+    assert pack_experts(packed) == sum(isinstance(m, PackedExperts) for m in packed.modules()) > 0
+    ids = torch.tensor(drawn(0, sum(lengths)))
+    cuts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
+    assert torch.equal(model(ids, cuts), packed(ids, cuts))
+
+
+def test_names_and_bytes_are_those_of_an_exported_checkpoint():
+    model = build_model(QAT, seed=4)
+    exported = dict(Packer().packed(model.named_weights()))
+    sent = dict(packed_weights(model.named_weights()))
+    pack_experts(model)
+    held = dict(model.named_weights())
+    assert held.keys() == sent.keys() == exported.keys()
+    parts = [n for n in held if n.endswith(("weight_packed", "weight_scale"))]
+    assert len(parts) > 10
+    for name in parts:
+        assert torch.equal(held[name], sent[name]), name
+        assert torch.equal(held[name], exported[name]), name
+
+
+def test_a_packed_publication_arrives_and_the_engine_agrees_with_the_trainer():
+    trainer = TrainerWorker(
+        QAT, TrainerConfig(), seed=5, device="cpu", transport=Shm(put=lambda x: x), packed=True
+    )
+    with torch.no_grad():  # the engine starts from other weights
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.01)
+    loaded = load_model(QAT, seed=5).requires_grad_(False)
+    whole = sum(t.nbytes for n, t in loaded.named_weights() if ".experts." in n)
+    pack_experts(loaded)
+    engine = NativeEngine(loaded, max_slots=8, max_context=256)
+    publication = trainer.publication()
+    assert publication is not None
+    sent = sum(t.nbytes for t in publication.tensors if ".experts." in t.name)
+    assert sent == whole * (4.25 / 32)  # from float32: 4 bits and a scale byte per 32
+    ack = deliver(publication, engine, receiver="engine", get=lambda x: x)
+    assert verify(publication, [ack], tolerance=1e-5)["weights/canary_gap"] < 1e-5
+    generations = [
+        Generation(str(i), drawn(i, 5 + 9 * i), SamplingParams(max_tokens=48), i) for i in range(8)
+    ]
+    engine.submit(generations)
+    while engine.pending():
+        engine.step()
+    for g in generations:
+        scored = trainer.score_ids([g.context_ids + g.token_ids], [len(g.context_ids)])[0]
+        torch.testing.assert_close(torch.tensor(scored), torch.tensor(g.logprobs), atol=1e-5, rtol=0)
+
+
+def test_what_is_not_quantised_is_not_published_packed():
+    plain = QAT.model_copy(update={"qat": None})
+    with pytest.raises(ValueError, match="nothing to publish packed"):
+        TrainerWorker(plain, TrainerConfig(), device="cpu", packed=True)
+
+
+def test_dropped_weights_come_back_as_nan():
+    model = load_model(QAT, seed=0).requires_grad_(False)
+    pack_experts(model)
+    engine = NativeEngine(model, max_slots=1, max_context=64)
+    engine.sleep(2)
+    engine.wake()
+    experts = next(m for m in model.modules() if isinstance(m, PackedExperts))
+    assert all(w.isnan().all() for w in experts.matrices())
+
+
+KERNEL = """
+import torch
+from k3rl.quant.mx import quantise_mxfp4, unpack_mxfp4
+from k3rl.quant.mx_grouped import grouped_linear_mxfp4, row_blocks
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+seed = int(torch.randint(2**31, ()))
+print("seed", seed)
+generator = torch.Generator().manual_seed(seed)
+shapes = (5, 96, 64, [0, 3, 17, 1, 0]), (3, 72, 320, [33, 0, 2]), (4, 64, 32, [0, 0, 0, 1])
+for E, N, K, counts in shapes:
+    weight = torch.randn(E, N, K, generator=generator) * 2.0 ** torch.randint(-8, 8, (E, N, 1), generator=generator)
+    codes, scale = (t.to(device) for t in quantise_mxfp4(weight))
+    ends = torch.tensor(counts).cumsum(0).int().to(device)
+    A = sum(counts)
+    x = torch.randn(A, K, generator=generator).bfloat16().to(device)
+    out = grouped_linear_mxfp4(x, codes, scale, ends, row_blocks(ends, A)).double()
+    dense = unpack_mxfp4(codes, scale, torch.float64)
+    expert = torch.repeat_interleave(torch.arange(E, device=device), torch.tensor(counts, device=device))
+    exact = torch.einsum("ak,ank->an", x.double(), dense[expert])
+    bound = 2**-7 * exact.abs() + 1e-5 * torch.einsum("ak,ank->an", x.double().abs(), dense[expert].abs())
+    assert ((out - exact).abs() <= bound).all(), (E, N, K, (out - exact).abs().max())
+"""
+
+
+def test_the_kernel_that_reads_codes_multiplies_as_unpacked_weights_do():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KERNEL)],
+        env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
