@@ -35,9 +35,9 @@ def both_experts(count: int, device: str = "cuda") -> tuple[Experts, PackedExper
     """The same random weights in bfloat16 and packed."""
     config = preset("k3-full", num_experts=count)
     plain = Experts(config, torch.bfloat16, torch.device(device)).requires_grad_(False)
-    packed = Experts(preset("k3-full", num_experts=1), torch.bfloat16, torch.device(device))
+    packed = Experts(preset("k3-full", num_experts=16), torch.bfloat16, torch.device(device))
     packed.weight_transform = WeightQuantiser(QatConfig())
-    pack(packed)
+    pack(packed, read_codes=True)
     packed.num_experts, packed.columns = plain.num_experts, plain.columns
     for name in ("w1", "w2", "w3"):
         weight = getattr(plain, name)

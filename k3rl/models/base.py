@@ -95,6 +95,11 @@ class LanguageModel(nn.Module, ABC):
             raise ValueError(f"{len(missing)} weights did not come, among them '{min(missing)}'")
         for name, tensor in incoming.items():
             own[name].copy_(tensor)
+        for (
+            module
+        ) in self.modules():  # values that are kept beside the weights, and that CUDA graphs may read
+            if hasattr(module, "weights_changed"):
+                module.weights_changed()
 
     def config_dict(self) -> dict[str, object]:
         """Content of the checkpoint's `config.json`."""

@@ -1,8 +1,8 @@
 """Routed experts that are held packed: what an engine serves is what the trainer rounds to, in a quarter of the bytes.
 
 The trainer publishes codes and scales (`packed_weights`), under the names that a checkpoint in this format has; an
-engine's experts are `PackedExperts`. On a GPU a decode step reads the codes themselves; longer batches, and the CPU,
-unpack first. Values are those of the fake quantiser over the master weights, so log-probs agree as without packing.
+engine's experts are `PackedExperts`. Values are those of the fake quantiser over the master weights, so log-probs agree
+as without packing.
 
 Legend: A assignments sorted by expert, E experts.
 """
@@ -57,24 +57,36 @@ class PackedExperts(Experts):
     value_dtype: torch.dtype
     w2_packed: Tensor
     w2_scale: Tensor
-    _kept: tuple[tuple[int, ...], tuple[Tensor, ...]] | None
+    read_codes: bool
+    _kept: tuple[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] | None
 
     def matrices(self) -> tuple[Tensor, Tensor, Tensor]:
-        """w1, w2, w3 unpacked. Kept on the CPU, where memory is not what is short, until other bytes are loaded."""
+        """w1, w2, w3 unpacked: anew each time with ``read_codes``, else kept, and renewed in place by other bytes."""
         held = [b for _, b in self.named_buffers(recurse=False)]
         versions = tuple(b._version for b in held if not b.is_inference())
-        keep = not held[0].is_cuda and len(versions) == len(held)
+        keep = not self.read_codes and len(versions) == len(held)
         if keep and self._kept is not None and self._kept[0] == versions:
-            return self._kept[1]  # type: ignore[return-value]
-        out = tuple(
+            return self._kept[1]
+        w1, w2, w3 = (
             unpack_mxfp4(getattr(self, f"{w}_packed"), getattr(self, f"{w}_scale"), self.value_dtype, name=w)
             for w in ("w1", "w2", "w3")
         )
-        self._kept = (versions, out) if keep else None
-        return out  # type: ignore[return-value]
+        if not keep:
+            return w1, w2, w3
+        if self._kept is None:
+            self._kept = versions, (w1, w2, w3)
+        else:
+            torch._foreach_copy_(list(self._kept[1]), [w1, w2, w3])
+            self._kept = versions, self._kept[1]
+        return self._kept[1]
+
+    def weights_changed(self) -> None:
+        if not self.read_codes:
+            self.matrices()
 
     def products(self, z_AL: Tensor, ends_E: Tensor) -> Tensor:
-        if not z_AL.is_cuda or z_AL.dtype != torch.bfloat16 or z_AL.shape[0] > FEW_ROWS * ends_E.shape[0]:
+        few = z_AL.shape[0] <= FEW_ROWS * ends_E.shape[0]
+        if not (self.read_codes and few and z_AL.is_cuda and z_AL.dtype == torch.bfloat16):
             return super().products(z_AL, ends_E)
         from k3rl.quant.mx_grouped import grouped_linear_mxfp4, row_blocks
 
@@ -90,8 +102,12 @@ class PackedExperts(Experts):
 
 
 @torch.no_grad()
-def pack(experts: Experts) -> None:
-    """Exchange a fake-quantised module's matrices for their codes and scales. It does not train any more."""
+def pack(experts: Experts, read_codes: bool = False) -> None:
+    """Exchange a fake-quantised module's matrices for their codes and scales. It does not train any more.
+
+    ``read_codes``: hold nothing else, a quarter of bfloat16's bytes, and let decode steps on a GPU read the codes;
+    else hold unpacked values beside them, which matrix products read faster (benchmarks/mxfp4.py).
+    """
     quantiser = experts.weight_transform
     assert isinstance(quantiser, WeightQuantiser)
     dtype = experts.w1.dtype
@@ -101,13 +117,13 @@ def pack(experts: Experts) -> None:
             experts.register_buffer(f"{name}_{suffix}", part)
     experts.weight_transform = None
     experts.__class__ = PackedExperts
-    for name, value in {"value_dtype": dtype, "_kept": None}.items():
+    for name, value in {"value_dtype": dtype, "read_codes": read_codes, "_kept": None}.items():
         setattr(experts, name, value)
 
 
-def pack_experts(model: nn.Module) -> int:
-    """Pack every fake-quantised mixture of a model that only serves; returns how many there are."""
+def pack_experts(model: nn.Module, read_codes: bool = False) -> int:
+    """`pack` every fake-quantised mixture of a model that only serves; returns how many there are."""
     found = [m for m in model.modules() if isinstance(m, Experts) and m.weight_transform is not None]
     for experts in found:
-        pack(experts)
+        pack(experts, read_codes)
     return len(found)

@@ -21,7 +21,8 @@ from k3rl.quant.mx import BLOCK, E2M1, E4M3, fake_quantise
 
 
 class WeightQuantiser:
-    """Weights [..., out, in] to their MXFP4 values. Without gradients, a result is kept until the weight changes."""
+    """Weights [..., out, in] to their MXFP4 values. Without gradients, a result is kept until the weight changes, and
+    then renewed in its place, where a CUDA graph may be reading it."""
 
     def __init__(self, config: QatConfig) -> None:
         self.rule = config.rule
@@ -35,7 +36,8 @@ class WeightQuantiser:
             return fake_quantise(weight, E2M1, self.rule)
         version, kept = self._kept.get(weight.data_ptr(), (-1, weight))
         if version != weight._version:
-            kept = fake_quantise(weight.detach(), E2M1, self.rule)
+            values = fake_quantise(weight.detach(), E2M1, self.rule)
+            kept = values if version < 0 else kept.copy_(values)
             self._kept[weight.data_ptr()] = (weight._version, kept)
         return kept
 
@@ -54,6 +56,10 @@ class QatLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         x = quantise_activations(x) if self.quantise_inputs else x
         return F.linear(x, self.quantiser(self.weight), self.bias)
+
+    def weights_changed(self) -> None:
+        """See `LanguageModel.load_named_weights`."""
+        self.quantiser(self.weight)
 
 
 def prepare(model: nn.Module, config: QatConfig) -> list[str]:

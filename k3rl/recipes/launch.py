@@ -134,7 +134,7 @@ def _make_engine(
 
     loaded = load_model(model, device, seed=seed).eval().requires_grad_(False)
     if packs_experts(model.qat):
-        pack_experts(loaded)
+        pack_experts(loaded, read_codes=choice.expert_weights == "packed")
     context = min(config.max_context or loaded.max_context, loaded.max_context)
     engine = NativeEngine(
         loaded,

@@ -131,8 +131,10 @@ class Checksum:
 
     def hexdigest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
-        for info, sums in self._parts:
-            digest.update(f"{info.name}\x1f{info.dtype}\x1f{info.shape}\x1f{sums.tolist()}".encode())
+        # One copy to the host for all of them: one wait, not one a tensor.
+        rows = torch.stack([sums for _, sums in self._parts]).tolist() if self._parts else []
+        for (info, _), sums in zip(self._parts, rows, strict=True):
+            digest.update(f"{info.name}\x1f{info.dtype}\x1f{info.shape}\x1f{sums}".encode())
         return digest.hexdigest()
 
 

@@ -11,6 +11,7 @@ import torch
 
 from k3rl.config.trainer import TrainerConfig
 from k3rl.models import ModelConfig, build_model, load_model
+from k3rl.models.k3.moe import Experts
 from k3rl.quant.config import QatConfig
 from k3rl.quant.export import Packer
 from k3rl.quant.packed import PackedExperts, pack_experts, packed_weights
@@ -29,10 +30,11 @@ def drawn(seed: int, length: int) -> list[int]:
 
 @pytest.mark.parametrize("rule", ["ceil", "even"])
 @pytest.mark.parametrize("lengths", [[7], [40, 300]])
-def test_packing_changes_no_bit_of_the_forward_pass(rule, lengths):
+@pytest.mark.parametrize("read_codes", [False, True])
+def test_packing_changes_no_bit_of_the_forward_pass(rule, lengths, read_codes):
     model = build_model(QAT.model_copy(update={"qat": QatConfig(rule=rule)}), seed=3).requires_grad_(False)
     packed = copy.deepcopy(model)
-    assert pack_experts(packed) == sum(isinstance(m, PackedExperts) for m in packed.modules()) > 0
+    assert pack_experts(packed, read_codes) == sum(isinstance(m, PackedExperts) for m in packed.modules()) > 0
     ids = torch.tensor(drawn(0, sum(lengths)))
     cuts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
     assert torch.equal(model(ids, cuts), packed(ids, cuts))
@@ -78,6 +80,22 @@ def test_a_packed_publication_arrives_and_the_engine_agrees_with_the_trainer():
     for g in generations:
         scored = trainer.score_ids([g.context_ids + g.token_ids], [len(g.context_ids)])[0]
         torch.testing.assert_close(torch.tensor(scored), torch.tensor(g.logprobs), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_kept_values_are_renewed_in_their_place_as_weights_are_loaded(packs):
+    """A CUDA graph reads the tensors that were there when it was captured, and runs no Python."""
+    model, other = (build_model(QAT, seed=seed).requires_grad_(False) for seed in (0, 1))
+    if packs:
+        pack_experts(model)
+        pack_experts(other)
+    experts = next(m for m in model.modules() if isinstance(m, Experts))
+    theirs = next(m for m in other.modules() if isinstance(m, Experts))
+    before = experts.matrices()
+    assert not torch.equal(before[0], theirs.matrices()[0])
+    model.load_named_weights(other.named_weights())
+    for seen, expected in zip(before, theirs.matrices(), strict=True):
+        assert torch.equal(seen, expected)
 
 
 def test_what_is_not_quantised_is_not_published_packed():

@@ -113,6 +113,10 @@ class Experts(nn.Module):
             return self.w1, self.w2, self.w3
         return self.weight_transform(self.w1), self.weight_transform(self.w2), self.weight_transform(self.w3)
 
+    def weights_changed(self) -> None:
+        """See `LanguageModel.load_named_weights`."""
+        self.matrices()
+
     def products(self, z_AL: Tensor, ends_E: Tensor) -> Tensor:
         """w2(SiTU(w1 z, w3 z)) of rows sorted by expert; ``ends_E``: where each expert's rows end."""
         w1, w2, w3 = self.matrices()
