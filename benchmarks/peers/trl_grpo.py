@@ -109,7 +109,7 @@ def run_k3rl(args: argparse.Namespace, data: Path, to: Path) -> None:
     job = {
         "kind": "rl", "name": "k3rl", "runs": str(to.parent), "device": args.device, "thinking": False,
         "model": {"path": MODEL, "dtype": args.dtype},
-        "data": {"type": "jsonl", "path": str(data)},
+        "data": {"type": "jsonl", "path": str(data), "reward": "exact"},
         "steps": args.steps, "checkpoint_every": args.steps,
         "rollout": {
             "groups": args.prompts, "samples": args.samples, "lambda": 1.0, "max_context": 512,
