@@ -27,8 +27,8 @@ from k3rl.config.distill import TeacherConfig, TeacherPoolConfig
 from k3rl.errors import RunError
 
 ATTEMPTS = 3
-FULL_BATCH_TOKENS = 4096
-"""So many tokens for one teacher are worth a call while more may come."""
+WORTH_A_SWAP_TOKENS, WORTH_A_CALL_TOKENS = 4096, 512
+"""So many tokens for one teacher are sent while more may come."""
 POLL_S = 0.05
 
 
@@ -75,6 +75,8 @@ class TeacherPool:
         self._remote = {self._weights[i]: scorer for i, scorer in (remote or {}).items()}
         self._models = {self._weights[i]: t.model for i, t in enumerate(teachers) if t.remote is None}
         self._device, self._max_context = device, max_context
+        swaps = self.config.storage == "mxfp4" or (device != "cpu" and len(self._models) > 1)
+        self._full_tokens = WORTH_A_SWAP_TOKENS if swaps else WORTH_A_CALL_TOKENS
         self._options = {"num_cpus": 1, "num_gpus": 0.1 if device == "cuda" else 0}
         local = sorted(self._models)
         count = min(self.config.actors, len(local))
@@ -127,7 +129,7 @@ class TeacherPool:
         def size(index: int) -> int:
             return sum(len(q.ids) for q in self._waiting[index])
 
-        wanted = [i for i in actor.indices if size(i) >= (1 if everything else FULL_BATCH_TOKENS)]
+        wanted = [i for i in actor.indices if size(i) >= (1 if everything else self._full_tokens)]
         if not wanted:
             return
         index = max(wanted, key=lambda i: (i == actor.last, size(i)))
@@ -176,7 +178,7 @@ class TeacherPool:
         if len(row.logprobs) != asked or (row.ids is not None and len(row.ids) != asked):
             raise RunError(f"a teacher gave {len(row.logprobs)} log-probs for {asked} tokens")
         self._rows[question.ticket] = row
-        if self.config.cache_entries:
+        if self.config.cache_entries and row.ids is None:  # distributions are large
             self._cache[question.key] = row
             while len(self._cache) > self.config.cache_entries:
                 self._cache.popitem(last=False)

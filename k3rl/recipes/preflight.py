@@ -40,6 +40,8 @@ AnyJob = TypeVar("AnyJob", bound=JobBase)
 Part = TypeVar("Part", bound=Config)
 LOOKED_AT = 1000
 """Problems whose rewards are looked up; the others are found out about when they are drawn."""
+WHOLE_VOCABULARY = 8192
+"""Ids up to which teachers send whole distributions."""
 TRAINING_BYTES = 16
 """Per parameter: float32 weight, gradient and two moments. Activations come on top."""
 
@@ -202,6 +204,17 @@ def _check_teachers(job: DistillJob, problems: ProblemSource, device: str) -> No
             check_fits(teacher.model, device)
     _same_tokenizers(job.teachers, job.model)
     _check_routing(job.teachers, problems, ())
+    if job.divergence is not None and job.divergence.top_k == 0:
+        if remote := [t for t in job.teachers if t.remote is not None]:
+            raise UserError(
+                f"divergence.top_k: a server gives its likeliest tokens only, so 0 (all) cannot be had from teacher "
+                f"'{remote[0].name or remote[0].model.path}'"
+            )
+        if (size := renderer_of(job.model).vocab_size) > WHOLE_VOCABULARY:
+            raise UserError(
+                f"divergence.top_k: 0 sends all {size} log-probs of every token; above {WHOLE_VOCABULARY} ids, say how "
+                "many"
+            )
 
 
 def _same_tokenizers(teachers: Sequence[TeacherConfig], student: ModelConfig) -> None:
