@@ -182,7 +182,7 @@ def evaluation_section(cells: Sequence[Cell], stages: Sequence[str], between: Be
     for measure, digits in MEASURES:
         if not any(measure in c for c in cells):
             continue  # cells of an older version
-        lines += [f"### {measure.replace('_', ' ')}", "", _row(["domain", "effort", *stages])]
+        lines += [f"### {_title(measure, cells)}", "", _row(["domain", "effort", *stages])]
         lines.append(_row(["---"] * 2 + ["---:"] * len(stages)))
         for domain, effort in sorted({(c["domain"], c["effort"]) for c in cells}, key=by_effort):
             row = [_value(cells, domain, effort, stage, measure, digits) for stage in stages]
@@ -218,6 +218,13 @@ def by_effort(cell: tuple[str, str]) -> tuple[str, int]:
     """Sorts (domain, effort) by the efforts' order, those without one first."""
     order = ["", *map(str, Effort)]
     return cell[0], order.index(cell[1]) if cell[1] in order else len(order)
+
+
+def _title(measure: str, cells: Sequence[Cell]) -> str:
+    """A measure's name in tables; accuracy is pass@1."""
+    if measure == "pass_at_k":
+        return f"pass@{max(c.get('k', 1) for c in cells)}"
+    return {"accuracy": "accuracy (pass@1)"}.get(measure, measure.replace("_", " "))
 
 
 def _value(cells: Sequence[Cell], domain: str, effort: str, stage: str, measure: str, digits: int) -> str:

@@ -121,7 +121,17 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
 def test_normalised_scores():
     values = {"sft": (0.2, 0.5, 0.30), "teachers": (0.7, 1.0, 0.31), "mopd": (0.6, 1.0, 0.9)}
     cells = [
-        {"stage": s, "domain": "d", "effort": e, "reward": v, "accuracy": v, "n": 1, "tokens_per_s": 1.0}
+        {
+            "stage": s,
+            "domain": "d",
+            "effort": e,
+            "reward": v,
+            "accuracy": v,
+            "pass_at_k": v,
+            "k": 16,
+            "n": 1,
+            "tokens_per_s": 1.0,
+        }
         for s, row in values.items()
         for e, v in zip(("low", "high", "max"), row, strict=True)
     ]
@@ -135,6 +145,7 @@ def test_normalised_scores():
     assert numbers == pytest.approx({"mean": 0.9, "lowest": 0.8, "highest": 1.0, "cells": 2})
     text = evaluation_section(cells, list(values), between)
     assert "| d | low | 0.000 | 1.000 | 0.800 |" in text
+    assert "### pass@16\n" in text
     assert "| lowest |  | 0.000 | 1.000 | 0.800 |" in text
 
 
