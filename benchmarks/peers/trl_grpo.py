@@ -159,7 +159,7 @@ class Memory(threading.Thread):
         self.root, self.peak_bytes, self.over = root, 0, threading.Event()
 
     def run(self) -> None:
-        while not self.over.wait(0.5):
+        while not self.over.wait(2.0):
             self.peak_bytes = max(self.peak_bytes, sum(map(pss_bytes, descendants(self.root))))
 
 
