@@ -167,6 +167,8 @@ class Reward:
     outcome: Outcome = Outcome.SCORED
     explanation: str = ""
     seconds_s: float = 0.0
+    trace: str = ""
+    """JSON of what a judge did; empty where none was asked."""
 
 
 @dataclass(slots=True)

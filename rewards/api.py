@@ -85,11 +85,12 @@ def text_of(content: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A verdict with its parts and its reasons."""
+    """A verdict with its parts and its reasons. ``trace``: JSON of what a judge did, for the viewer."""
 
     value: float
     components: dict[str, float] = field(default_factory=dict)
     explanation: str = ""
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,7 @@ def as_score(result: Any) -> Score:
     if isinstance(result, Score):
         value = _number(result.value, "value")
         parts = {str(k): _number(v, f"component '{k}'") for k, v in result.components.items()}
-        return Score(value, parts, str(result.explanation))
+        return Score(value, parts, str(result.explanation), str(result.trace))
     if isinstance(result, Mapping):
         if not result:
             raise GraderError("the reward returned an empty mapping")

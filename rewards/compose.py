@@ -42,11 +42,12 @@ def combine(config: RewardConfig, verdicts: Mapping[str, Verdict]) -> Reward:
         components[part.key] = verdict.score.value
         components |= {f"{part.key}.{name}": v for name, v in verdict.score.components.items()}
     seconds_s = sum(v.seconds_s for v in verdicts.values())
+    trace = next((v.score.trace for v in verdicts.values() if v.score and v.score.trace), "")
     explanation = "\n".join(explanations)
     if failed is not None:
-        return Reward(None, components, failed[0], explanation, seconds_s)
+        return Reward(None, components, failed[0], explanation, seconds_s, trace)
     total = _total(config, components)
-    return Reward(total, components, Outcome.SCORED, explanation, seconds_s)
+    return Reward(total, components, Outcome.SCORED, explanation, seconds_s, trace)
 
 
 def _total(config: RewardConfig, values: Mapping[str, float]) -> float:

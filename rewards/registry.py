@@ -27,6 +27,8 @@ BUILT_IN = {
     "repetition": "rewards.verifiers.repetition",
     "reasoning_gym": "rewards.verifiers.gym",
     "code": "rewards.verifiers.code",
+    "grm": "rewards.grm.reward",
+    "judged_quality": "rewards.grm.rules",
 }
 """Built-in rewards and the modules that register them; imported when first asked for."""
 

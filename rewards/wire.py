@@ -27,6 +27,7 @@ from k3rl.types import (
 from rewards.api import Score, Scored, Verdict
 
 MAX_EXPLANATION_CHARACTERS = 4000
+MAX_TRACE_CHARACTERS = 4_000_000
 
 
 class Malformed(ValueError):
@@ -40,6 +41,7 @@ def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
         "value": score.value if score else None,
         "components": score.components if score else {},
         "explanation": verdict.explanation,
+        "trace": score.trace if score else "",
         "seconds_s": verdict.seconds_s,
     }
 
@@ -54,11 +56,14 @@ def verdict_from_json(line: Any) -> Verdict:
             return Verdict(outcome, None, explanation, seconds_s)
         value = float(line["value"])
         components = {str(k): float(v) for k, v in line["components"].items()}
+        trace = str(line.get("trace", ""))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Malformed(f"it is not a verdict ({error})") from error
     if not all(math.isfinite(v) for v in (value, seconds_s, *components.values())):
         raise Malformed("its value is not finite")
-    return Verdict(outcome, Score(value, components, explanation), explanation, seconds_s)
+    if len(trace) > MAX_TRACE_CHARACTERS:
+        raise Malformed(f"its trace has {len(trace)} characters, at most {MAX_TRACE_CHARACTERS} are kept")
+    return Verdict(outcome, Score(value, components, explanation, trace), explanation, seconds_s)
 
 
 def response_to_json(response: ParsedResponse) -> dict[str, Any]:

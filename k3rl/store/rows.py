@@ -122,7 +122,7 @@ def rollout_row(
         "reference_length": problem.reference_length,
         "turns": t.turns,
         "timings_json": json.dumps(t.timings_s),
-        "judge_trace_json": None,
+        "judge_trace_json": (reward.trace or None) if reward else None,
         "sandbox_json": json.dumps(t.sandbox) if t.sandbox else None,
     }
 
