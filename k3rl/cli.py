@@ -22,6 +22,7 @@ from k3rl.recipes.budgets import app as budgets_app
 from k3rl.recipes.distill_cli import app as distill_app
 from rewards.cli import app as rewards_app
 from rewards.cli_curriculum import app as curriculum_app
+from rewards.cli_judge import app as judge_app
 
 app = typer.Typer(
     help="Post-train language models the way Kimi K3 was post-trained.",
@@ -34,6 +35,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(rewards_app, name="rewards")
 app.add_typer(budgets_app, name="budgets")
 app.add_typer(curriculum_app, name="curriculum")
+app.add_typer(judge_app, name="judge")
 app.add_typer(distill_app, name="distill")
 
 Overrides = Annotated[

@@ -341,3 +341,28 @@ def test_mistakes_in_its_arguments_are_named():
     ):
         rewards = score(["A", "B"], **arguments)
         assert all(words in r.explanation for r in rewards), rewards
+
+
+def test_one_tournament_from_the_command_line(tmp_path):
+    from typer.testing import CliRunner
+
+    from rewards.cli_judge import app
+
+    rule = ["--rule", "rewards.grm.rules:pronounceable"]
+    done = CliRunner().invoke(app, ["try", "examples/judge/names.json", *rule, "--json"])
+    found = json.loads(done.output)
+    assert np.argsort(found["ratings"]).tolist() == [2, 1, 0, 3]
+    assert len(found["judgements"]) == found["health"]["judgements"] == 12
+    shown = CliRunner().invoke(app, ["try", "examples/judge/names.json", *rule])
+    assert "BAREMOLUNI" in shown.output.splitlines()[3]
+    assert "sound (2)" in shown.output
+    bad = tmp_path / "bad.json"
+    for text, words in (
+        ("{", "no JSON"),
+        ("{}", "must hold 'question'"),
+        ('{"question": "a", "answers": ["b"]}', "at least two"),
+    ):
+        bad.write_text(text)
+        error = CliRunner().invoke(app, ["try", str(bad), *rule]).exception
+        assert isinstance(error, UserError)
+        assert words in str(error)
