@@ -121,6 +121,7 @@ def run_k3rl(args: argparse.Namespace, data: Path, to: Path) -> None:
             "objective": {"type": "grpo"},
             "optimizer": {"type": "adamw", **OPTIMIZER, "betas": list(OPTIMIZER["betas"])},
             "micro_batch_tokens": 4096,
+            "threads": os.cpu_count(),  # as torch takes outside of Ray
         },
     }  # fmt: skip
     config = to.parent / "job.yaml"
