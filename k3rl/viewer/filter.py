@@ -6,7 +6,8 @@
 
 Comparisons: ``= != < <= > >=``; ``~`` contains (case does not matter), ``=~`` matches a regular expression;
 ``in (...)``, ``is null``, ``is not null``. ``and``, ``or``, ``not``, brackets. Words need quotes only where they hold
-anything but letters, digits and ``_ . : / -``. A column with a strange name is written in backquotes.
+anything but letters, digits and ``_ . : / -``. A column with a strange name is written in backquotes. A number may be
+compared with another number column: ``thinking_tokens > budget_tokens``.
 ``!=`` and ``not`` keep rows where the column is empty out of comparisons only as SQL does: ``!=`` counts empty as
 different, ``not (x < 1)`` needs a value.
 """
@@ -34,6 +35,7 @@ _TOKEN = re.compile(
 )
 _KEYWORDS = {"and", "or", "not", "in", "is", "null"}
 _COMPARISONS = {"=", "!=", "<", "<=", ">", ">=", "~", "!~", "=~"}
+_ORDERED = {"=", "!=", "<", "<=", ">", ">="}
 _DEEPEST = 60
 
 
@@ -43,6 +45,12 @@ class FilterError(UserError):
     def __init__(self, message: str, position: int) -> None:
         super().__init__(message)
         self.position = position
+
+
+class Bare(str):
+    """A value that was written without quotes: beside a number it may name another column."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,7 @@ class Token:
             return float(self.text)
         if self.kind == "string":
             return re.sub(r"\\(.)", r"\1", self.text[1:-1], flags=re.DOTALL)
-        return self.text.strip("`")
+        return Bare(self.text.strip("`"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +272,21 @@ class _Translation:
             condition = self.search(node, column)
         else:
             self.compiled.needs.add(column.place)
-            condition = _comparison(node, column, sql, parameters)
+            condition = _comparison(node, column, sql, parameters, self.other_column(node, column))
         return f"(not {condition})" if negated else condition
+
+    def other_column(self, node: Node, column: Column) -> str | None:
+        """The SQL of the number column that a number is compared with; None where it is compared with a value."""
+        name = node.values[0] if node.values else None
+        if column.kind != "number" or not isinstance(name, Bare) or node.kind not in _ORDERED:
+            return None
+        if name not in self.columns and not name.startswith("component."):
+            return None
+        other, sql = column_sql(name, self.columns, node.position)
+        if other.kind != "number" or other.place == "file":
+            raise FilterError(f"filter: '{column.name}' is a number, '{name}' is not", node.position)
+        self.compiled.needs.add(other.place)
+        return sql
 
     def search(self, node: Node, column: Column) -> str:
         if node.kind not in ("~", "=~") or not isinstance(node.values[0], str | float):
@@ -296,9 +317,16 @@ def column_sql(name: str, columns: Mapping[str, Column], position: int = 0) -> t
     return column, f"{table}.{quoted(column.name)}"
 
 
-def _comparison(node: Node, column: Column, sql: str, parameters: list[Any]) -> str:
+def word_of(value: str) -> str:
+    """A value as the language writes it, quoted and escaped."""
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _comparison(node: Node, column: Column, sql: str, parameters: list[Any], other: str | None) -> str:
     if node.kind == "null":
         return f"({sql} is null)"
+    if other is not None:
+        return f"({sql} {'is distinct from' if node.kind == '!=' else node.kind} {other})"
     values = [_typed(v, column, node) for v in node.values]
     parameters.extend(values)
     if node.kind == "in":

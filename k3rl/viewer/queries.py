@@ -66,7 +66,7 @@ class Queries:
         cursor = self.index.cursor()
         compiled, where, parameters, searching = self.prepared(cursor, selection)
         order, order_needs = self.order(selection)
-        tables = _tables(compiled.needs | order_needs)
+        tables = tables_of(compiled.needs | order_needs)
         limit = max(1, min(limit, _LARGEST_PAGE))
         rids = [
             rid
@@ -90,7 +90,7 @@ class Queries:
         order, needs = self.order(selection)
         bound = f"LIMIT {int(limit)}" if limit is not None else ""
         found = cursor.execute(
-            f"SELECT r.rid FROM {_tables(compiled.needs | needs)} WHERE {where} ORDER BY {order} {bound}",
+            f"SELECT r.rid FROM {tables_of(compiled.needs | needs)} WHERE {where} ORDER BY {order} {bound}",
             parameters,
         )
         return [rid for (rid,) in found.fetchall()]
@@ -101,7 +101,7 @@ class Queries:
             return []
         derived = ", ".join(f"d.{quoted(c.name)}" for c in DERIVED)
         found = cursor.execute(
-            f"SELECT r.*, {derived}, n.flag, n.note FROM {_tables({'derived', 'notes'})} WHERE r.rid IN "
+            f"SELECT r.*, {derived}, n.flag, n.note FROM {tables_of({'derived', 'notes'})} WHERE r.rid IN "
             f"(SELECT unnest(?))",
             [rids],
         )
@@ -128,6 +128,17 @@ class Queries:
             raise UserError(f"'{key.run}' holds no rollout {key.draw}.{key.sample} in step {key.step}{more}")
         return found[0]
 
+    def group(self, run: str, step: int, draw: int) -> list[Row]:
+        """The rows of a draw of a problem, by sample. Raises `UserError` where there are none."""
+        cursor = self.index.cursor()
+        found = cursor.execute(
+            "SELECT rid FROM rollouts WHERE run = ? AND step = ? AND draw = ? ORDER BY sample",
+            [run, step, draw],
+        ).fetchall()
+        if not found:
+            raise UserError(f"'{run}' holds no group {draw} in step {step}")
+        return self.rows(cursor, [rid for (rid,) in found])
+
     def neighbours(self, selection: Selection, rid: int) -> Row:
         """The rollouts before and after one, in a selection's order, and its place in it."""
         cursor = self.index.cursor()
@@ -135,7 +146,7 @@ class Queries:
         order, needs = self.order(selection)
         found = cursor.execute(
             f"WITH ordered AS (SELECT r.rid, row_number() OVER (ORDER BY {order}) AS place "
-            f"FROM {_tables(compiled.needs | needs)} WHERE {where}) "
+            f"FROM {tables_of(compiled.needs | needs)} WHERE {where}) "
             "SELECT o.rid, o.place FROM ordered o, (SELECT place FROM ordered WHERE rid = ?) here "
             "WHERE o.place BETWEEN here.place - 1 AND here.place + 1 ORDER BY o.place",
             [*parameters, rid],
@@ -198,7 +209,7 @@ class Queries:
         self, cursor: duckdb.DuckDBPyConnection, compiled: Compiled, where: str, parameters: list[Any]
     ) -> int:
         found = cursor.execute(
-            f"SELECT count(*) FROM {_tables(compiled.needs)} WHERE {where}", parameters
+            f"SELECT count(*) FROM {tables_of(compiled.needs)} WHERE {where}", parameters
         ).fetchone()
         return found[0] if found else 0
 
@@ -213,7 +224,7 @@ class Queries:
     ) -> list[RolloutFile]:
         """Files that hold any row which the rest of the filter lets through, newest first."""
         found = cursor.execute(
-            f"SELECT DISTINCT r.rid >> 32 FROM {_tables(compiled.needs)} WHERE {bound}", parameters
+            f"SELECT DISTINCT r.rid >> 32 FROM {tables_of(compiled.needs)} WHERE {bound}", parameters
         ).fetchall()
         wanted = {i for (i,) in found}
         return [f for f in self.index.files_of() if f.id in wanted]
@@ -251,7 +262,8 @@ class Queries:
             cursor.close()
 
 
-def _tables(needs: set[str]) -> str:
+def tables_of(needs: set[str]) -> str:
+    """The tables that a condition reads, joined by rid: `r`, and where needed `d` (derived) and `n` (notes)."""
     tables = "rollouts r"
     if "derived" in needs:
         tables += " LEFT JOIN derived d ON d.rid = r.rid"

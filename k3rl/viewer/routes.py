@@ -1,4 +1,11 @@
-"""The viewer's addresses. Each is a thin line from parameters to a question; answers are JSON."""
+"""The viewer's addresses. Each is a thin line from parameters to a question; answers are JSON.
+
+What is refused is answered with ``{"error": sentence}`` and status 400 (403 and 401: who may ask). Numbers that JSON
+lacks come as ``"NaN"``, ``"Infinity"``, ``"-Infinity"``. A *row* is an object of all indexed, derived and note columns
+(`/api/columns` lists them) with ``rid`` as text and ``reward_components`` as an object. A *key* is
+``{run, step, draw, sample}``: it names a rollout for good. Every ``filter`` that comes back is in the filter language
+and can be given to `/api/rollouts` with the answer's ``run``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Response
 from pydantic import BaseModel
 
-from k3rl.viewer import export, metrics, rollout
+from k3rl.viewer import cells, degeneracies, export, metrics, rollout
 from k3rl.viewer.index import as_json
 from k3rl.viewer.queries import Key, Selection
 from k3rl.viewer.session import Session
@@ -38,6 +45,7 @@ def selection_of(run: Runs = [], filter: str = "", sort: str = "", descending: b
 def add_routes(app: FastAPI, session: Session) -> None:
     _runs(app, session)
     _rollouts(app, session)
+    _questions(app, session)
 
 
 def _runs(app: FastAPI, session: Session) -> None:
@@ -97,6 +105,10 @@ def _rollouts(app: FastAPI, session: Session) -> None:
         row = queries.rows(session.index.cursor(), [rid])[0]
         return {**rollout.rollout(session.index, rid), "row": row}
 
+    @app.get("/api/group")
+    def group(run: str, step: int, draw: int) -> Json:
+        return {"samples": rollout.group(session.index, queries.group(run, step, draw))}
+
     @app.get("/api/neighbours")
     def neighbours(
         of_run: str,
@@ -119,3 +131,25 @@ def _rollouts(app: FastAPI, session: Session) -> None:
         )
         session.index.version += 1
         return {"saved": True}
+
+
+def _questions(app: FastAPI, session: Session) -> None:
+    index = session.index
+
+    @app.get("/api/cells")
+    def cell_table(run: str, step: int | None = None, whole: bool = False) -> Json:
+        """``{run, step, steps, cells, derived}``. Without ``step`` the newest; ``whole=true``: all steps together, and
+        ``step`` is null. ``steps``: all that there are. A cell: ``{run, domain, effort, rollouts, groups, reward_mean,
+        unscored_share, thinking_mean, sampled_mean, budget_mean, budget_used (thinking tokens over budget, mean),
+        over_budget_share, truncated_share, zero_variance_groups, zero_variance_share, staleness_mean, staleness_max,
+        trained, tokens_trained, tokens_share, teacher_kl, filter}``; null where there is nothing to say.
+        ``derived``: ``{done, total, ready}``; until it is ready ``teacher_kl`` still grows."""
+        return as_json(cells.cells(index, run, step, whole))
+
+    @app.get("/api/degeneracies")
+    def named_degeneracies(run: str, step: int | None = None) -> Json:
+        """``{run, step, totals: {rollouts, groups, problems, domains}, degeneracies, derived}``. Each: ``{name, title,
+        unit ("rollouts", "groups", "problems", "domains"), count (of units), of, rollouts (how many the filter
+        selects), sentence, names (domains or problems, else []), filter, partial (the filter names only some of the
+        problems), sort, descending, ready}``. All are listed, also those with a count of 0."""
+        return as_json(degeneracies.degeneracies(index, run, step))

@@ -1,0 +1,182 @@
+"""The viewer's numbers against the same numbers computed row by row in Python."""
+
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from fastapi.testclient import TestClient
+from viewer_runs import write_run
+
+from k3rl.viewer.server import make_app
+from k3rl.viewer.session import Session
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "one", steps=6)
+    write_run(folder / "two", steps=3, seed=1, skill=0.8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(folder):
+    session = Session([folder])
+    session.index.refresh()
+    while session.index.derive():
+        pass
+    with TestClient(make_app(session), base_url="http://localhost") as client:
+        yield client
+    session.__exit__(None, None, None)
+
+
+def rows_of(folder: Path, run: str) -> list[dict]:
+    return [
+        r for f in sorted((folder / run / "rollouts").glob("*.parquet")) for r in pq.read_table(f).to_pylist()
+    ]
+
+
+def groups_of(rows: list[dict]) -> dict[tuple[int, int], list[dict]]:
+    found = defaultdict(list)
+    for row in rows:
+        found[row["step"], row["draw"]].append(row)
+    return found
+
+
+def get(client, path: str, **params) -> dict:
+    reply = client.get(path, params=params)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def selected(client, run: str, filter: str) -> list[dict]:
+    page = get(client, "/api/rollouts", run=run, filter=filter, limit=1000)
+    assert page["total"] == len(page["rows"])
+    return page["rows"]
+
+
+def mean(values) -> float | None:
+    values = [v for v in values if v is not None]
+    return statistics.fmean(values) if values else None
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_cells_are_what_their_rows_say(client, folder, step):
+    rows = rows_of(folder, "one")
+    said = get(client, "/api/cells", run="one", **({"whole": True} if step is None else {"step": step}))
+    assert said["steps"] == list(range(6))
+    assert said["step"] == step
+    assert said["derived"]["ready"]
+    rows = [r for r in rows if step is None or r["step"] == step]
+    cells = {(c["domain"], c["effort"]): c for c in said["cells"]}
+    assert set(cells) == {(r["domain"], r["effort"]) for r in rows}
+    tokens = sum(r["sampled_tokens"] for r in rows if r["fate"] == "trained")
+    for (domain, effort), cell in cells.items():
+        own = [r for r in rows if (r["domain"], r["effort"]) == (domain, effort)]
+        groups = groups_of(own).values()
+        same = [g for g in groups if _same([r["reward"] for r in g if r["reward"] is not None])]
+        trained = [r for r in own if r["fate"] == "trained"]
+        assert cell["rollouts"] == len(own)
+        assert cell["groups"] == len(groups)
+        assert cell["reward_mean"] == pytest.approx(mean(r["reward"] for r in own))
+        assert cell["budget_used"] == pytest.approx(
+            mean(r["thinking_tokens"] / r["budget_tokens"] for r in own)
+        )
+        assert cell["truncated_share"] == pytest.approx(mean(r["status"] == "truncated" for r in own))
+        assert cell["zero_variance_groups"] == len(same)
+        assert cell["staleness_max"] == max(r["staleness_max"] or 0 for r in own)
+        assert cell["tokens_trained"] == sum(r["sampled_tokens"] for r in trained)
+        assert cell["tokens_share"] == pytest.approx(cell["tokens_trained"] / tokens)
+        assert cell["teacher_kl"] == pytest.approx(_teacher_kl(own), rel=1e-4)
+        assert len(selected(client, "one", cell["filter"])) == len(own)
+
+
+def _same(rewards: list[float]) -> bool:
+    return len(rewards) > 1 and max(rewards) - min(rewards) < 1e-9
+
+
+def _teacher_kl(rows: list[dict]) -> float:
+    gaps = [
+        a - b
+        for r in rows
+        if r["teacher_logprobs"]
+        for a, b in zip(r["logprobs"], r["teacher_logprobs"], strict=True)
+        if a is not None and b is not None
+    ]
+    return statistics.fmean(gaps)
+
+
+def test_the_newest_step_is_shown_and_an_unknown_one_named(client):
+    assert get(client, "/api/cells", run="one")["step"] == 5
+    reply = client.get("/api/cells", params={"run": "one", "step": 77})
+    assert reply.status_code == 400
+    assert reply.json()["error"] == "'one' holds no rollouts of step 77; the nearest is 5"
+    reply = client.get("/api/cells", params={"run": "nine"})
+    assert reply.json()["error"] == "there is no run 'nine'; known: one, two"
+
+
+def test_each_degeneracy_counts_what_its_filter_selects(client, folder):
+    rows = rows_of(folder, "one")
+    groups = groups_of(rows)
+    said = {d["name"]: d for d in get(client, "/api/degeneracies", run="one")["degeneracies"]}
+    assert len(said) == 10
+    for one in said.values():
+        assert one["ready"]
+        assert one["sentence"].endswith(".")
+        found = selected(client, "one", one["filter"])
+        assert len(found) == one["rollouts"]
+        assert bool(found) == bool(one["count"])
+    same = {k for k, g in groups.items() if _same([r["reward"] for r in g if r["reward"] is not None])}
+    assert said["zero_variance"]["count"] == len(same) > 0
+    cut = [g for g in groups.values() if all(r["status"] == "truncated" for r in g)]
+    assert said["all_truncated"]["count"] == len(cut)
+    failed = [r for r in rows if r["reward_outcome"] == "judge_failed"]
+    assert said["judge_failed"]["count"] == len(failed) > 0
+    loops = selected(client, "one", said["tool_loops"]["filter"])
+    assert {r["sample"] for r in loops} == {2}
+    assert {r["domain"] for r in loops} == {"agent"}
+    outliers = selected(client, "one", said["ratio_outliers"]["filter"])
+    assert {(r["draw"], r["sample"]) for r in outliers} == {
+        (r["draw"], r["sample"])
+        for r in rows
+        if any(
+            abs(a - b) > 1
+            for a, b in zip(r["logprobs"], r["trainer_logprobs"] or [], strict=False)
+            if None not in (a, b)
+        )
+    }
+    conflicts = [
+        r for r in rows if {(p["value"] > 0) - (p["value"] < 0) for p in r["reward_components"]} >= {1, -1}
+    ]
+    assert said["conflicting_components"]["count"] == len(conflicts)
+    alike = [
+        r
+        for g in groups.values()
+        for r in g
+        if r["content"] and [s["content"] for s in g].count(r["content"]) > 1
+    ]
+    assert said["duplicate_answers"]["count"] == len(alike)
+    assert said["silent_problems"]["names"] == sorted(_silent(rows), key=lambda p: p)
+
+
+def _silent(rows: list[dict]) -> list[str]:
+    by_problem = defaultdict(list)
+    for group in groups_of(rows).values():
+        rewards = [r["reward"] for r in group if r["reward"] is not None]
+        by_problem[group[0]["problem_id"]].append(len(rewards) < 2 or _same(rewards))
+    return [p for p, silent in by_problem.items() if len(silent) > 1 and all(silent)]
+
+
+def test_a_number_is_compared_with_another_column(client, folder):
+    found = selected(client, "one", "thinking_tokens > budget_tokens or sampled_tokens = thinking_tokens")
+    rows = [
+        r
+        for r in rows_of(folder, "one")
+        if r["thinking_tokens"] > r["budget_tokens"] or r["sampled_tokens"] == r["thinking_tokens"]
+    ]
+    assert len(found) == len(rows) > 0
+    assert selected(client, "one", "reward < component.task")
+    reply = client.get("/api/rollouts", params={"filter": "reward < domain"})
+    assert reply.json()["error"] == "filter: 'reward' is a number, 'domain' is not"
