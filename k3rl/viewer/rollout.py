@@ -67,6 +67,25 @@ def rollout(index: Index, rid: int) -> dict[str, Any]:
     }
 
 
+def group(index: Index, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with their texts and messages, without tokens: samples of a group are read side by side."""
+    by_file: dict[RolloutFile, list[tuple[int, int]]] = {}
+    for row in rows:
+        rid = int(row["rid"])
+        file, at = index.file_of(rid)
+        by_file.setdefault(file, []).append((rid, at))
+    found: dict[int, dict[str, Any]] = {}
+    for file, places in by_file.items():
+        found |= dict(_some_rows(file.path, places, (*_TEXT_COLUMNS, "messages_json")))
+    samples = []
+    for row in rows:
+        values = found.get(int(row["rid"]), {})
+        texts = {name: values.get(name) or "" for name in _TEXT_COLUMNS}
+        messages = _loaded(values.get("messages_json"))
+        samples.append({"row": row, "texts": texts, "traces": {"messages": messages}})
+    return samples
+
+
 def tokens(values: dict[str, Any], renderer: Renderer | None) -> dict[str, Any]:
     """Per-token columns as lists as long as the response; null where a token has no number or the run has none."""
     ids, prompt = values.get("response_ids") or [], values.get("prompt_ids") or []

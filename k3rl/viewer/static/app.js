@@ -2,6 +2,7 @@
 
 import { bundle, get } from "./api.js";
 import { button, empty, errorBox, h, number, replace } from "./dom.js";
+import { showGroup } from "./group.js";
 import { bindAlways, bindKeys, listenToKeys } from "./keys.js";
 import { address, changed, go, place } from "./router.js";
 import { showRollout } from "./rollout.js";
@@ -13,9 +14,10 @@ const VIEWS = {
   metrics: ["Metrics", showMetrics],
   rollouts: ["Rollouts", showTable],
   rollout: [null, showRollout],
+  group: [null, showGroup],
 };
-const BUNDLED = new Set(["metrics", "rollouts", "rollout"]);
-const BELONGS = { rollout: "rollouts" };
+const BUNDLED = new Set(["metrics", "rollouts", "rollout", "group"]);
+const BELONGS = { rollout: "rollouts", group: "rollouts" };
 
 const main = h("main", { id: "main", tabindex: "-1" });
 const runList = h("nav", { class: "runs", "aria-label": "Runs" });

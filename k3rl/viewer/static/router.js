@@ -59,5 +59,10 @@ export function rolloutAddress(row, parameters = {}) {
 }
 
 export function groupAddress(row, parameters = {}) {
-  return address("rollouts", [], { ...parameters, run: [row.run], filter: `step = ${row.step} and draw = ${row.draw}`, sort: "sample" });
+  return address("group", [row.run, row.step, row.draw], parameters);
+}
+
+/** A problem over steps and runs. */
+export function problemAddress(row, parameters = {}) {
+  return address("problem", [row.problem_id ?? ""], { run: parameters.run });
 }
