@@ -30,7 +30,7 @@ _TYPES = {"INTEGER": pa.int32(), "DOUBLE": pa.float64()}
 
 def derived_columns(path: Path, first_rid: int) -> pa.Table:
     """A table of ``rid`` and the derived columns. Raises what pyarrow raises where the file is damaged."""
-    parts = []
+    parts: list[pa.Table] = []
     with pq.ParquetFile(path) as parquet:
         there = set(parquet.schema_arrow.names)
         read = [name for name in _READ if name in there]

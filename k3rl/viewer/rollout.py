@@ -61,7 +61,7 @@ def rollout(index: Index, rid: int) -> dict[str, Any]:
         "file": file.path.name,
         "row": row,
         "texts": {name: values.get(name) or "" for name in _TEXT_COLUMNS},
-        "traces": {name.removesuffix("_json"): _loaded(values.get(name)) for name in _JSON_COLUMNS},
+        "traces": {name.removesuffix("_json"): loaded(values.get(name)) for name in _JSON_COLUMNS},
         "tokens": tokens(values, tokenizer(index, file)),
         "extra": as_json({k: v for k, v in values.items() if k in index.extra or _is_unknown(k, v, index)}),
     }
@@ -81,7 +81,7 @@ def group(index: Index, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         values = found.get(int(row["rid"]), {})
         texts = {name: values.get(name) or "" for name in _TEXT_COLUMNS}
-        messages = _loaded(values.get("messages_json"))
+        messages = loaded(values.get("messages_json"))
         samples.append({"row": row, "texts": texts, "traces": {"messages": messages}})
     return samples
 
@@ -156,7 +156,7 @@ def excerpts(index: Index, rids: list[int], length: int = 160) -> dict[str, dict
         for rid, values in _some_rows(file.path, rows, ("content", "response_text", "messages_json")):
             answer = values.get("content") or values.get("response_text") or ""
             found[str(rid)] = {
-                "question": _short(question_of(_loaded(values.get("messages_json"))), length),
+                "question": _short(question_of(loaded(values.get("messages_json"))), length),
                 "answer": _short(answer, length),
             }
     return found
@@ -199,7 +199,7 @@ def _short(text: str, length: int) -> str:
     return flat if len(flat) <= length else f"{flat[: length - 1]}…"
 
 
-def _loaded(text: str | None) -> Any:
+def loaded(text: str | None) -> Any:
     """JSON that was stored as text; what cannot be read is shown as it is."""
     if not text:
         return None

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Response
 from pydantic import BaseModel
 
-from k3rl.viewer import cells, degeneracies, export, metrics, rollout
+from k3rl.viewer import cells, compare, degeneracies, export, metrics, rollout
 from k3rl.viewer.index import as_json
 from k3rl.viewer.queries import Key, Selection
 from k3rl.viewer.session import Session
@@ -107,6 +107,7 @@ def _rollouts(app: FastAPI, session: Session) -> None:
 
     @app.get("/api/group")
     def group(run: str, step: int, draw: int) -> Json:
+        """``{samples: [{row, texts, traces: {messages}}]}``, by sample."""
         return {"samples": rollout.group(session.index, queries.group(run, step, draw))}
 
     @app.get("/api/neighbours")
@@ -153,3 +154,40 @@ def _questions(app: FastAPI, session: Session) -> None:
         selects), sentence, names (domains or problems, else []), filter, partial (the filter names only some of the
         problems), sort, descending, ready}``. All are listed, also those with a count of 0."""
         return as_json(degeneracies.degeneracies(index, run, step))
+
+    @app.get("/api/compare")
+    def over_time(problem_id: str, run: Runs = []) -> Json:  # noqa: B006
+        """One problem over steps and runs (without ``run``: all): ``{problem_id, question, points}``. A point is a
+        draw: ``{run, step, draw, rollouts, reward_mean, reward_min, reward_max, rewards (by sample, null unscored),
+        sampled_mean, truncated_share}``, by run and step."""
+        return as_json(compare.problem_over_time(index, run, problem_id))
+
+    @app.get("/api/compare/problems")
+    def all_problems(
+        run: Runs, solved: float = 0.5, first: int | None = None, last: int | None = None, limit: int = 100
+    ) -> Json:
+        """One run, or two to set against each other: ``{runs, solved, total, always, never, changed}``; each of the
+        three is ``{count, problems}``. A problem: ``{problem_id, domain, rollouts, draws, reward_mean, solved_share,
+        first_mean, last_mean, change}``. Solved: reward above ``solved``. One run: first and last are its first and
+        last draw (within steps ``first`` to ``last``); two runs: the first run and the second. ``changed``: largest
+        change first."""
+        return as_json(compare.problems(index, run, solved, first, last, limit))
+
+    @app.get("/api/compare/pair")
+    def two_rollouts(
+        a_run: str,
+        a_step: int,
+        a_draw: int,
+        a_sample: int,
+        b_run: str,
+        b_step: int,
+        b_draw: int,
+        b_sample: int,
+    ) -> Json:
+        """``{same_problem, same_prompt, same, parts_at_character, parts_at_token, common, sides: [a, b]}``.
+
+        ``parts_at_*``: the first position where the responses differ (where one begins the other: its end), null where
+        they are equal or have no tokens; ``common``: the end of what they share. A side: ``{row, after (text from
+        there), characters, tokens, token: {id, text} or null}``."""
+        keys = Key(a_run, a_step, a_draw, a_sample), Key(b_run, b_step, b_draw, b_sample)
+        return as_json(compare.pair(session.queries, *keys))

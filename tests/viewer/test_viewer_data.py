@@ -180,3 +180,83 @@ def test_a_number_is_compared_with_another_column(client, folder):
     assert selected(client, "one", "reward < component.task")
     reply = client.get("/api/rollouts", params={"filter": "reward < domain"})
     assert reply.json()["error"] == "filter: 'reward' is a number, 'domain' is not"
+
+
+def test_a_group_has_its_samples_side_by_side(client, folder):
+    for (step, draw), rows in groups_of(rows_of(folder, "one")).items():
+        said = get(client, "/api/group", run="one", step=step, draw=draw)["samples"]
+        assert [s["row"]["sample"] for s in said] == [0, 1, 2, 3]
+        for sample, row in zip(said, rows, strict=True):
+            assert sample["row"]["advantage"] == row["advantage"]
+            assert sample["texts"]["content"] == row["content"]
+    reply = client.get("/api/group", params={"run": "one", "step": 2, "draw": 999})
+    assert reply.json()["error"] == "'one' holds no group 999 in step 2"
+
+
+def test_one_problem_over_steps_and_runs(client, folder):
+    rows = {run: groups_of(rows_of(folder, run)) for run in ("one", "two")}
+    said = get(client, "/api/compare", problem_id="sum-002", run=["one", "two"])
+    expected = [
+        (run, step, draw, [r["reward"] for r in g])
+        for run, groups in rows.items()
+        for (step, draw), g in sorted(groups.items())
+        if g[0]["problem_id"] == "sum-002"
+    ]
+    assert [(p["run"], p["step"], p["draw"], p["rewards"]) for p in said["points"]] == expected
+    assert said["question"] == "What is 5 + 14?"
+    reply = client.get("/api/compare", params={"problem_id": "sum-9", "run": "two"})
+    assert reply.json()["error"] == "no rollout of 'two' is of the problem 'sum-9'"
+
+
+def test_problems_always_or_never_solved_and_changed(client, folder):
+    rows = [r for r in rows_of(folder, "one") if r["reward"] is not None]
+    by_problem = defaultdict(list)
+    for row in rows:
+        by_problem[row["problem_id"]].append(row)
+    said = get(client, "/api/compare/problems", run="one", solved=0.5)
+    assert said["total"] == len(by_problem)
+    always = {p for p, some in by_problem.items() if all(r["reward"] > 0.5 for r in some)}
+    never = {p for p, some in by_problem.items() if not any(r["reward"] > 0.5 for r in some)}
+    assert {p["problem_id"] for p in said["always"]["problems"]} == always
+    assert {p["problem_id"] for p in said["never"]["problems"]} == never
+    for problem in said["changed"]["problems"]:
+        draws = groups_of(by_problem[problem["problem_id"]])
+        first, *_, last = sorted(draws)
+        change = mean(r["reward"] for r in draws[last]) - mean(r["reward"] for r in draws[first])
+        assert problem["change"] == pytest.approx(change)
+    sizes = [abs(p["change"]) for p in said["changed"]["problems"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes
+    between = get(client, "/api/compare/problems", run=["one", "two"])
+    two = [r for r in rows_of(folder, "two") if r["reward"] is not None]
+    for problem in between["changed"]["problems"]:
+        means = [
+            mean(
+                mean(r["reward"] for r in g)
+                for g in groups_of([r for r in some if r["problem_id"] == problem["problem_id"]]).values()
+            )
+            for some in (rows, two)
+        ]
+        assert problem["change"] == pytest.approx(means[1] - means[0])
+
+
+def test_two_rollouts_and_where_they_part(client, folder):
+    rows = [r for r in rows_of(folder, "one") if r["step"] == 1]
+    by_key = {(r["draw"], r["sample"]): r for r in rows}
+    for (draw, sample), b in by_key.items():
+        a = by_key[draw, 0]
+        names = {"a_run": "one", "a_step": 1, "a_draw": draw, "a_sample": 0}
+        said = get(client, "/api/compare/pair", **names, b_run="one", b_step=1, b_draw=draw, b_sample=sample)
+        assert said["same_prompt"]
+        assert said["same"] == (a["response_text"] == b["response_text"])
+        at, token = said["parts_at_character"], said["parts_at_token"]
+        if said["same"]:
+            assert at is None
+            continue
+        assert a["response_text"][:at] == b["response_text"][:at]
+        assert a["response_text"][at : at + 1] != b["response_text"][at : at + 1]
+        assert said["sides"][1]["after"] == b["response_text"][at:]
+        if token is not None:
+            assert a["response_ids"][:token] == b["response_ids"][:token]
+            piece = said["sides"][0]["token"]
+            assert piece is None or piece["id"] == a["response_ids"][token]
