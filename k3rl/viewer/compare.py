@@ -63,11 +63,11 @@ def problems(
     between = len(runs) == 2
     found = index.cursor().execute(
         f"""
-        WITH some AS (
+        WITH scored AS (
             SELECT * FROM rollouts WHERE list_contains(?, run) AND problem_id IS NOT NULL AND reward IS NOT NULL
                 AND step >= coalesce(?, step) AND step <= coalesce(?, step)
         ), draws AS (
-            SELECT problem_id, run, step, draw, avg(reward) AS mean FROM some GROUP BY ALL
+            SELECT problem_id, run, step, draw, avg(reward) AS mean FROM scored GROUP BY ALL
         ), ends AS (
             SELECT problem_id, {_BETWEEN if between else _WITHIN} FROM draws GROUP BY problem_id
         )
@@ -75,7 +75,7 @@ def problems(
                count(DISTINCT (s.run, s.step, s.draw)) AS draws,
                avg(s.reward) AS reward_mean, avg((s.reward > ?)::INT) AS solved_share,
                e.first_mean, e.last_mean, e.last_mean - e.first_mean AS change
-        FROM some s JOIN ends e USING (problem_id) GROUP BY s.problem_id, e.first_mean, e.last_mean
+        FROM scored s JOIN ends e USING (problem_id) GROUP BY s.problem_id, e.first_mean, e.last_mean
         ORDER BY abs(coalesce(e.last_mean - e.first_mean, 0)) DESC, s.problem_id
         """,
         [runs, first, last, *((runs[0], runs[1]) if between else ()), solved],
