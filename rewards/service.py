@@ -52,6 +52,7 @@ class _Ticket:
     worker: int = 0
     actor: Any = None
     deaths: int = 0
+    deferrals: int = 0
 
 
 class _Actor:
@@ -86,7 +87,7 @@ def settle(group: Group, rewards: list[Reward], config: RewardConfig, step: int)
         )
         if config.on_error == "raise":
             raise RunError(f"a reward failed and rewards.on_error is 'raise': {reason}")
-        if config.on_error == "drop_group":
+        if config.on_error in ("drop_group", "defer_group"):
             drop = f"reward:{reward.outcome}"
         else:
             rewards = [replace(r, total=0.0) if r.outcome in FAILURES else r for r in rewards]
@@ -121,7 +122,8 @@ class RewardService:
         self.tau: Tau | None = None
         self.curriculum: Curriculum | None = None
         self.step = -1
-        self.counts = {"groups": 0, "trajectories": 0, "dropped": 0, "worker_deaths": 0}
+        self.deferred: list[_Ticket] = []
+        self.counts = {"groups": 0, "trajectories": 0, "dropped": 0, "deferred": 0, "worker_deaths": 0}
         self.latency_s = 0.0
         self.deepest = 0
 
@@ -144,6 +146,14 @@ class RewardService:
             self.tau = self.curriculum.begin_step(step)
         self.step = step
         self._send(_Ticket(group, step, self.tau, time.monotonic()))
+
+    def again(self, step: int) -> None:
+        """Hand over once more what could not be scored in earlier steps and was deferred (``on_error``)."""
+        late, self.deferred = self.deferred, []
+        for ticket in late:
+            self._send(
+                replace(ticket, step=step, submitted_s=time.monotonic(), deferrals=ticket.deferrals + 1)
+            )
 
     def _send(self, ticket: _Ticket) -> None:
         ticket.worker = min(range(len(self.workers)), key=self.load.__getitem__)
@@ -181,7 +191,14 @@ class RewardService:
         self.counts["groups"] += 1
         self.counts["trajectories"] += len(rewards)
         self.latency_s += time.monotonic() - ticket.submitted_s
+        return self._settled(ticket, rewards)
+
+    def _settled(self, ticket: _Ticket, rewards: list[Reward]) -> list[ScoredGroup]:
         done = settle(ticket.group, rewards, self.config, ticket.step)
+        if done.drop and self.config.on_error == "defer_group" and ticket.deferrals < self.config.deferrals:
+            self.counts["deferred"] += 1
+            self.deferred.append(ticket)  # open in the ledger: a resumed run hands it over again
+            return []
         self.counts["dropped"] += bool(done.drop)
         return [done]
 
@@ -195,11 +212,11 @@ class RewardService:
             return []
         text = f"the reward worker died {ticket.deaths} times on this group: {error}"
         rewards = [Reward(None, {}, Outcome.GRADER_FAILED, text) for _ in ticket.group.trajectories]
-        return [settle(ticket.group, rewards, self.config, ticket.step)]
+        return self._settled(ticket, rewards)
 
-    def drain(self, timeout_s: float | None = None) -> list[ScoredGroup]:
-        """All groups that were handed over. Raises `RunError` that names what is missing when the wait is
-        over."""
+    def drain(self, timeout_s: float | None = None, last: bool = False) -> list[ScoredGroup]:
+        """All groups that were handed over; ``last``: no step follows, so what is deferred is tried again at once.
+        Raises `RunError` that names what is missing when the wait is over."""
         limit_s = self.config.drain_timeout_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + limit_s
         done: list[ScoredGroup] = []
@@ -211,6 +228,8 @@ class RewardService:
                 )
                 raise RunError(f"{len(self.waiting)} groups have no reward after {limit_s:g} s: {names}")
             done += self.poll(min(left_s, 5.0))
+            if last and not self.waiting:
+                self.again(self.step)
         if self.curriculum is not None and done:
             self.curriculum.end_step(self.step, task_rewards(done))
         return done

@@ -159,9 +159,11 @@ class RewardConfig(Config):
     """What is done about length."""
     modules: tuple[str, ...] = ()
     """Modules or ``.py`` files to import, so that the rewards they register have names."""
-    on_error: Literal["zero", "drop_group", "raise"] = "drop_group"
-    """A reward that fails after its retries: counts as 0, takes its group out of training, or ends the
-    run."""
+    on_error: Literal["zero", "drop_group", "defer_group", "raise"] = "drop_group"
+    """A reward that fails after its retries: counts as 0, takes its group out of training, lets its group be scored
+    again in the next step, or ends the run."""
+    deferrals: int = Field(3, gt=0)
+    """With `defer_group`: in how many further steps a group is scored again, before it is dropped."""
     timeout_s: float = Field(10.0, gt=0)
     """Wall-clock limit of one call."""
     memory_mb: int = Field(2048, gt=0)

@@ -101,7 +101,7 @@ def answers(
                 journal.progress.rollout(event.done, event.wanted, event.tokens_per_s)
                 tokens = event.tokens
         speed = tokens / (time.monotonic() - started)
-        return sorted(rewards.drain(), key=lambda s: s.group.draw), speed
+        return sorted(rewards.drain(last=True), key=lambda s: s.group.draw), speed
 
 
 def routed_answers(

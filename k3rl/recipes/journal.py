@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,7 +16,10 @@ from k3rl.models import ModelConfig
 from k3rl.store import RunStore
 from k3rl.store.run import step_of
 from k3rl.tracking import Progress, Tracker
+from k3rl.tracking.health import Watch
 from k3rl.tracking.report import training_report
+
+log = logging.getLogger(__name__)
 
 
 class Journal(AbstractContextManager["Journal"]):
@@ -30,6 +34,7 @@ class Journal(AbstractContextManager["Journal"]):
         self.store.truncate_after(self.done - 1)
         self.tracker = Tracker(self.store, job.tracking, first_step=self.done)
         self.progress = Progress(job.name, steps, self.done)
+        self.watch = Watch()
         self.store.set_status("running", steps_done=self.done, steps_asked=steps)
         if self.done:
             self.progress.say(f"{job.name}: resuming after step {self.done}/{steps}")
@@ -46,9 +51,12 @@ class Journal(AbstractContextManager["Journal"]):
         return json.loads((self.checkpoint / name).read_text()) if self.checkpoint else None
 
     def record(self, step: int, metrics: dict[str, float], summary: str) -> None:
-        """The step's numbers, with the times of its phases, to files, trackers and the terminal."""
+        """The step's numbers, with the times of its phases, to files, trackers and the terminal. A metric that
+        leaves its healthy range is logged with what usually causes it."""
         metrics = {**metrics, **self.progress.take_times()}
         self.tracker.log(step, metrics)
+        for line in self.watch(metrics):
+            log.warning(line)
         self.done = step + 1
         self.store.set_status("running", steps_done=self.done, steps_asked=self.asked)
         self.progress.step(step, f"{summary}  {metrics['time/step_s']:.1f}s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import correlation, fmean
 from typing import Any
 
 from k3rl.algorithms import Selection
@@ -66,7 +66,49 @@ def step_metrics(
     metrics["rollout/tokens_per_s"] = progress.tokens_per_s
     metrics["rollout/groups"] = float(len(scored))
     metrics |= lengths(finished)
+    metrics |= components(finished)
     return metrics
+
+
+JUDGE = {
+    "void_rate", "order_bias_rate", "first_seat_rate", "agreement", "judgements", "judge_tokens", "judge_cost",
+    "rating_spread", "over_length",
+}  # fmt: skip
+"""Components by which the agentic judge tells of its health (`rewards.grm`)."""
+
+
+def components(trajectories: list[Trajectory]) -> dict[str, float]:
+    """``reward/part/...``: mean of each reward component over the trajectories that have it; ``judge/...`` where it is
+    a judge's health."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in trajectory.reward.components.items() if trajectory.reward else ():
+            found[name].append(value)
+    judges = {name.rpartition(".")[0] for name in found if name.endswith(".void_rate")}
+    metrics = {}
+    for name, values in found.items():
+        part, _, last = name.rpartition(".")
+        judged = part in judges and last in JUDGE
+        metrics[f"judge/{last}" if judged else f"reward/part/{name}"] = fmean(values)
+    if judges:
+        metrics |= _length_correlation(trajectories)
+    return metrics
+
+
+def _length_correlation(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Pearson's, of sampled tokens and reward within groups; none where either does not vary."""
+    by_draw: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for t in trajectories:
+        if t.reward and t.reward.total is not None:
+            by_draw[t.draw].append((float(t.sampled_tokens), t.reward.total))
+    lengths_, rewards = [], []
+    for rows in by_draw.values():
+        for i, out in enumerate((lengths_, rewards)):
+            mean = fmean(row[i] for row in rows)
+            out += [row[i] - mean for row in rows]
+    if not any(lengths_) or not any(rewards):
+        return {}
+    return {"judge/length_correlation": correlation(lengths_, rewards)}
 
 
 def lengths(trajectories: list[Trajectory]) -> dict[str, float]:

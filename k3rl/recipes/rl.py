@@ -71,6 +71,7 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
 
             for step in journal.steps():
                 # Roll out until λ·N·K trajectories are complete; score groups while others still generate.
+                rewards.again(step)  # what a judge that was down could not score
                 with journal.progress.phase("rollout"):
                     for event in pool.rollout(step, draw):
                         if isinstance(event, Group):

@@ -7,7 +7,6 @@ separate), or plain actors where it gives none.
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from k3rl.config.trainer import TrainerConfig
 from k3rl.errors import RunError
 from k3rl.models import ModelConfig
-from k3rl.trainer import health
 from k3rl.trainer.diagnostics import diagnose, sft_metrics
 from k3rl.trainer.distributed import ShardedWorld, World
 from k3rl.trainer.examples import Example, SftInput, from_sft, from_trajectories
@@ -29,8 +27,6 @@ from k3rl.trainer.policy import device_of
 from k3rl.trainer.worker import Metrics, StepOutput, TrainerWorker
 from k3rl.types import Trajectory
 from k3rl.weights import Handshake, Publication
-
-log = logging.getLogger("k3rl.trainer")
 
 
 class TrainerRank:
@@ -119,17 +115,12 @@ class TrainerGroup:
         self.version = 0
 
     def step(self, trajectories: Sequence[Trajectory]) -> Metrics:
-        """See `TrainerWorker.step`. Metrics that leave their healthy range are logged with what usually
-        causes it.
-        """
+        """See `TrainerWorker.step`."""
         examples = from_trajectories(trajectories, self.version)
         outputs = self._shares("step_examples", examples)
         for output in outputs:
             output.columns.give_back(trajectories)
-        metrics = diagnose(trajectories, outputs, self.config.objective)
-        for line in health.check(metrics):
-            log.warning(line)
-        return metrics
+        return diagnose(trajectories, outputs, self.config.objective)
 
     def sft_step(self, sequences: Sequence[SftInput]) -> Metrics:
         """See `TrainerWorker.sft_step`."""

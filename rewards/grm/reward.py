@@ -71,7 +71,7 @@ class Court:
         return totals["A"] - totals["B"]
 
 
-@reward(name="grm", scope="group", depends="trajectory")
+@reward(name="grm", scope="group", depends="trajectory", timeout_s=900.0)
 async def grm(
     group: list[Scored],
     judge: Mapping[str, Any],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from k3rl.trainer.health import RANGES, anchor, check
+from k3rl.tracking.health import RANGES, anchor, check
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

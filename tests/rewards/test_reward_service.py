@@ -194,3 +194,43 @@ def test_a_curriculum_moves_tau_between_steps(tmp_path):
         assert [e["event"] for e in read_events(tmp_path)] == ["proposed", "approved", "applied"]
     finally:
         rewards.close()
+
+
+FLAKY = """
+import os
+from rewards import JudgeError, Scored, reward
+
+@reward(trusted=True)
+def needs_server(scored: Scored) -> float:
+    if not os.path.exists({file!r}):
+        raise JudgeError("the judge is down")
+    return float(scored.content)
+"""
+
+
+def test_groups_whose_judge_is_down_wait_for_later_steps_and_are_dropped_in_the_end(tmp_path):
+    server, module = tmp_path / "up", tmp_path / "flaky.py"
+    module.write_text(FLAKY.format(file=str(server)))
+    part = RewardPart(reward=f"{module}:needs_server")
+    rewards = service(RewardConfig(parts=(part,), on_error="defer_group", deferrals=2, retries=0))
+    try:
+        late, lost = make_group(["1", "2"], make_problem("late")), make_group(["3"], make_problem("lost"))
+        rewards.submit(late, 0)
+        assert rewards.drain() == []
+        assert rewards.counts["deferred"] == 1
+        assert late.trajectories[0].reward.total is None  # nothing is scored by default
+        server.touch()
+        rewards.again(1)
+        (done,) = rewards.drain()
+        assert (done.step, done.drop, done.group) == (1, "", late)
+        assert [t.reward.total for t in late.trajectories] == [1.0, 2.0]
+        server.unlink()
+        rewards.submit(lost, 1)
+        (gone,) = rewards.drain(last=True)  # no step follows: its further tries are made at once
+        assert (gone.drop, rewards.counts["deferred"], rewards.counts["dropped"]) == (
+            "reward:judge_failed",
+            3,
+            1,
+        )
+    finally:
+        rewards.close()

@@ -54,12 +54,48 @@ RANGES: dict[str, Range] = {
     "moe/replay_disagreement": Range(
         0.0, 0.05, "engine and trainer route tokens to other experts: replay the engine's"
     ),
+    "judge/void_rate": Range(
+        0.0,
+        0.2,
+        "the judge does not keep to its protocol, or its endpoint fails: read a trace (k3rl judge try)",
+    ),
+    "judge/order_bias_rate": Range(
+        0.0, 0.3, "the verdict follows the seat: answers too alike for this judge, or too weak a judge"
+    ),
+    "judge/first_seat_rate": Range(
+        0.3, 0.7, "the judge prefers a seat; both orders cancel it, at the price of ties"
+    ),
+    "judge/agreement": Range(
+        0.6,
+        1.0,
+        "the judge contradicts itself when the order turns: its rubric does not tell these answers apart",
+    ),
+    "judge/rating_spread": Range(
+        0.05, math.inf, "all answers of a group are rated alike: nothing is learnt from them"
+    ),
+    "judge/length_correlation": Range(
+        -1.0, 0.5, "longer answers win: give the problems reference lengths and set sigma (the length guard)"
+    ),
 }
 
 
 def anchor(name: str) -> str:
     """Of a metric's row in docs/metrics.md."""
     return name.replace("/", "-")
+
+
+class Watch:
+    """Says a thing once: a metric is named when it leaves its range, and again only after it was back."""
+
+    def __init__(self) -> None:
+        self._outside: set[str] = set()
+
+    def __call__(self, metrics: Mapping[str, float]) -> list[str]:
+        """Lines of `check` about metrics that were inside at the last call."""
+        lines = {line.split(" ", 1)[0]: line for line in check(metrics)}
+        new = [line for name, line in lines.items() if name not in self._outside]
+        self._outside = (self._outside - metrics.keys()) | lines.keys()
+        return new
 
 
 def check(metrics: Mapping[str, float]) -> list[str]:
