@@ -29,3 +29,30 @@ def test_samples_of_a_group_stand_side_by_side_and_part_at_a_mark(page: Page, ad
     page.keyboard.press("n")
     page.wait_for_function("u => location.href !== u", arg=before)
     expect(page).to_have_url(re.compile("#/group/one/1/"))
+
+
+def test_a_cell_of_domain_and_effort_leads_to_its_rollouts(page: Page, address):  # noqa: F811
+    page.goto(f"{address}/#/cells?run=one&step=1")
+    table = page.get_by_role("table", name="reward by domain and effort")
+    expect(table.get_by_role("rowheader")).to_have_text(["agent", "arithmetic", "words"])
+    shot(page, "cells")
+    page.get_by_label("Show").select_option("truncated_share")
+    expect(page.get_by_role("table", name="truncated by domain and effort")).to_be_visible()
+    page.get_by_role("heading", name="Domain × effort").click()
+    page.keyboard.press("ArrowRight")
+    expect(page).to_have_url(re.compile("step=2"))
+    cell = page.locator(".matrix td a").first
+    count = re.search(r"(\d+) rollouts", cell.inner_text()).group(1)
+    cell.click()
+    expect(rows_of(page)).to_have_count(int(count))
+
+
+def test_a_finding_shows_as_many_rollouts_as_it_counts(page: Page, address):  # noqa: F811
+    page.goto(f"{address}/#/findings?run=one")
+    loops = page.locator(".finding[data-name=tool_loops]")
+    expect(loops).to_be_visible()
+    shot(page, "findings")
+    count = int(loops.locator("b").first.inner_text())
+    loops.get_by_role("link").click()
+    expect(page).to_have_url(re.compile("filter=repeated_calls"))
+    expect(rows_of(page)).to_have_count(count)

@@ -2,6 +2,8 @@
 
 import { bundle, get } from "./api.js";
 import { button, empty, errorBox, h, number, replace } from "./dom.js";
+import { showCells } from "./cells.js";
+import { showFindings } from "./findings.js";
 import { showGroup } from "./group.js";
 import { bindAlways, bindKeys, listenToKeys } from "./keys.js";
 import { address, changed, go, place } from "./router.js";
@@ -13,6 +15,8 @@ const POLL_MS = 1500;
 const VIEWS = {
   metrics: ["Metrics", showMetrics],
   rollouts: ["Rollouts", showTable],
+  cells: ["Domain × effort", showCells],
+  findings: ["Findings", showFindings],
   rollout: [null, showRollout],
   group: [null, showGroup],
 };

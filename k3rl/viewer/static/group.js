@@ -7,6 +7,7 @@ import { button, empty, h, number, replace } from "./dom.js";
 import { bindKeys } from "./keys.js";
 import { promptView } from "./reading.js";
 import { address, changed, go, groupAddress, listParameters, place, problemAddress, rolloutAddress } from "./router.js";
+import { picker } from "./scope.js";
 import { flagMark, tone } from "./table.js";
 
 const TEXTS = { response_text: "exact response", reasoning: "thinking", content: "answer" };
@@ -56,15 +57,13 @@ function heading(row, samples, list) {
 }
 
 function controls(here, samples) {
-  const choice = (name, label, options, now) =>
-    h("label", { class: "inline" }, label, h("select", { onchange: (e) => go(changed({ [name]: e.target.value })) }, options.map(([value, text]) => h("option", { value, selected: value === now }, text))));
   const there = Object.entries(TEXTS).filter(([name]) => samples.some((s) => s.texts[name]));
   return h(
     "div",
     { class: "bar" },
-    choice("text", "Show", there, shownText(here, samples)),
-    choice("against", "Compare with", samples.map((s) => [String(s.row.sample), `sample ${s.row.sample}`]), String(reference(here, samples).row.sample)),
-    choice("order", "Order by", Object.keys(ORDERS).map((o) => [o, o]), here.get("order", "sample")),
+    picker("Show", "text", there, shownText(here, samples)),
+    picker("Compare with", "against", samples.map((s) => [String(s.row.sample), `sample ${s.row.sample}`]), String(reference(here, samples).row.sample)),
+    picker("Order by", "order", Object.keys(ORDERS).map((o) => [o, o]), here.get("order", "sample")),
   );
 }
 
@@ -89,7 +88,7 @@ function drawSamples(columns, samples, here, list) {
 function sampleColumn({ row, texts }, base, name, range, list) {
   const isBase = base.row.sample === row.sample;
   const text = texts[name] ?? "";
-  const told = isBase ? h("div", { class: "diverging" }, text.slice(0, 20000)) : divergent(text, base.texts[name] ?? "", `sample ${base.row.sample}`);
+  const told = isBase ? h("div", { class: "diverging" }, text) : divergent(text, base.texts[name] ?? "", `sample ${base.row.sample}`);
   return h(
     "article",
     { class: `sample ${isBase ? "base" : ""}`, "aria-label": `Sample ${row.sample}`, dataset: { sample: row.sample } },
