@@ -43,8 +43,8 @@ def derived_columns(path: Path, first_rid: int) -> pa.Table:
 
 def _derive(rows: pa.Table, calls: list[int | None], first_rid: int) -> pa.Table:
     engine, trainer = _column(rows, "logprobs"), _column(rows, "trainer_logprobs")
-    gaps = _differences(trainer, engine)
-    teacher = _differences(engine, _column(rows, "teacher_logprobs"))
+    gaps = _differences(trainer, engine, len(rows))
+    teacher = _differences(engine, _column(rows, "teacher_logprobs"), len(rows))
     return _table(
         {
             "rid": np.arange(first_rid, first_rid + len(rows)),
@@ -92,10 +92,10 @@ def _numbers(lists: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return lists.offsets.to_numpy(), values
 
 
-def _differences(a: pa.Array | None, b: pa.Array | None) -> list[np.ndarray | None]:
+def _differences(a: pa.Array | None, b: pa.Array | None, count: int) -> list[np.ndarray | None]:
     """By row: a − b where both have a number; None where no token has both."""
     if a is None or b is None:
-        return [None] * len(a if a is not None else b if b is not None else [])
+        return [None] * count
     (starts_a, values_a), (starts_b, values_b) = _numbers(a), _numbers(b)
     found: list[np.ndarray | None] = []
     for i in range(len(a)):

@@ -6,11 +6,13 @@ import csv
 import io
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from k3rl.errors import UserError
 from k3rl.store import ROLLOUT_SCHEMA
 from k3rl.viewer.index import Index
 
@@ -19,13 +21,19 @@ MEDIA = {"parquet": "application/vnd.apache.parquet", "jsonl": "application/json
 
 
 def selected(index: Index, rids: list[int]) -> pa.Table:
-    """The rows with all their columns, in the order of ``rids``. Columns that a file lacks are null."""
-    places = [index.file_of(rid) for rid in rids]
+    """The rows with all their columns, in the order of ``rids``. Columns that a file lacks are null.
+
+    Raises `UserError` where a file is damaged or has gone.
+    """
+    try:
+        places = [index.file_of(rid) for rid in rids]
+    except StopIteration:
+        raise UserError("a rollout's file has gone: the run was resumed from an earlier step") from None
     parts: list[pa.Table] = []
     order: list[int] = []
     for file in dict.fromkeys(file.path for file, _ in places):
         chosen = [i for i, (f, _) in enumerate(places) if f.path == file]
-        table = pq.read_table(file).take([places[i][1] for i in chosen])
+        table = _read(file).take([places[i][1] for i in chosen])
         parts.append(table)
         order += chosen
     if not parts:
@@ -33,6 +41,13 @@ def selected(index: Index, rids: list[int]) -> pa.Table:
     whole = pa.concat_tables(parts, promote_options="permissive")
     back = sorted(range(len(order)), key=order.__getitem__)
     return whole.take(back)
+
+
+def _read(file: Path) -> pa.Table:
+    try:
+        return pq.read_table(file)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise UserError(f"{file.name} cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def encoded(table: pa.Table, form: Format) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from k3rl.errors import UserError
@@ -41,11 +42,8 @@ def _run_state(index: Index, source: Source, counts: dict[str, Any]) -> dict[str
         for p, (run, reason, _) in index.broken.items()
         if run == source.name
     ]
-    try:
-        status = source.status()
-    except ValueError as error:
-        status = {}
-        broken.append({"file": "status.json", "reason": str(error)})
+    status, damaged_files = readable(source)
+    broken += damaged_files
     if damaged := index.notes.damaged.get(source.name):
         broken.append({"file": source.notes_file.name, "reason": f"{damaged} lines cannot be read"})
     recorded = last_step(source)
@@ -64,6 +62,25 @@ def _run_state(index: Index, source: Source, counts: dict[str, Any]) -> dict[str
         "metrics": recorded is not None,
         "broken": broken,
     }
+
+
+def readable(source: Source) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """A run's status, and which of the files beside its rollouts cannot be read, and why."""
+    status: dict[str, Any] = {}
+    broken = []
+    metrics = functools.partial(metric_lines, source)
+    for file, read in (
+        ("status.json", source.status),
+        ("config.yaml", source.config),
+        ("metrics.jsonl", metrics),
+    ):
+        try:
+            found = read()
+        except UserError as error:
+            broken.append({"file": file, "reason": str(error).partition(": ")[2]})
+        else:
+            status = found if file == "status.json" and isinstance(found, dict) else status
+    return status, broken
 
 
 _metric_cache: dict[Any, tuple[tuple[int, int], list[dict[str, Any]]]] = {}

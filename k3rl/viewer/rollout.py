@@ -76,7 +76,13 @@ def group(index: Index, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         by_file.setdefault(file, []).append((rid, at))
     found: dict[int, dict[str, Any]] = {}
     for file, places in by_file.items():
-        found |= dict(_some_rows(file.path, places, (*_TEXT_COLUMNS, "messages_json")))
+        read = dict(_some_rows(file.path, places, (*_TEXT_COLUMNS, "messages_json")))
+        if len(read) < len(
+            places
+        ):  # it was cut since it was listed: say so, rather than show samples without text
+            read_row(file.path, places[0][1])
+            raise UserError(f"{file.path.name} has no such rows any more")
+        found |= read
     samples = []
     for row in rows:
         values = found.get(int(row["rid"]), {})
@@ -139,7 +145,13 @@ class Pieces:
 def tokenizer(index: Index, file: RolloutFile) -> Renderer | None:
     """The tokenizer of the run that a file belongs to; None where there is none."""
     source = index.runs.get(file.run)
-    return None if source is None else renderer_of_run(file.path)
+    if source is None:
+        return None
+    try:
+        source.config()
+    except UserError:  # every page says so already; ids stand for themselves
+        return None
+    return renderer_of_run(file.path)
 
 
 def excerpts(index: Index, rids: list[int], length: int = 160) -> dict[str, dict[str, str]]:

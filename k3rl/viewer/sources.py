@@ -14,6 +14,7 @@ from k3rl.errors import UserError
 
 _NOT_RUNS = {"rollouts", "checkpoints", "tensorboard", "logs"}
 _DEPTH = 3
+_configs: dict[Path, tuple[tuple[int, int], dict[str, Any]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +30,30 @@ class Source:
         return self.path / "notes.jsonl"
 
     def config(self) -> dict[str, Any]:
+        """What the run was started with; empty where it does not say. Raises `UserError` where it cannot be read."""
         file = self.path / "config.yaml"
         if not file.is_file():
             return {}
-        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return loaded if isinstance(loaded, dict) else {}
+        stamp = (file.stat().st_size, file.stat().st_mtime_ns)
+        if _configs.get(file, ((0, 0), {}))[0] != stamp:  # asked for every second
+            try:
+                read = yaml.safe_load(file.read_text(encoding="utf-8"))
+            except (yaml.YAMLError, ValueError) as error:
+                reason = " ".join(str(error).split())
+                raise UserError(f"config.yaml of '{self.name}' cannot be read: {reason}") from error
+            _configs[file] = (stamp, read if isinstance(read, dict) else {})
+        return _configs[file][1]
 
     def status(self) -> dict[str, Any]:
+        """What the job last said of itself. Raises `UserError` where it cannot be read."""
         file = self.path / "status.json"
         if not file.is_file():
             return {}
-        return json.loads(file.read_text(encoding="utf-8"))
+        try:
+            read = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"status.json of '{self.name}' cannot be read: {error}") from error
+        return read if isinstance(read, dict) else {}
 
 
 @dataclass(slots=True)

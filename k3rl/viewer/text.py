@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from k3rl.errors import UserError
-from k3rl.viewer.metrics import metric_lines
+from k3rl.viewer.metrics import metric_lines, readable
 from k3rl.viewer.queries import Key, Selection
 from k3rl.viewer.rollout import excerpts, rollout
 from k3rl.viewer.session import Session
@@ -49,18 +49,22 @@ def show_text(
 
 def _list_runs(console: Console, session: Session) -> None:
     table = Table("run", "state", "steps", "rollouts", "reward", box=None, pad_edge=False)
+    trouble: list[tuple[str, str, str]] = []
     counts = dict(
         session.index.cursor().execute("SELECT run, count(*) FROM rollouts GROUP BY run").fetchall()
     )
     for name, source in session.index.runs.items():
-        lines, status = metric_lines(source), source.status()
+        status, broken = readable(source)
+        lines = [] if any(b["file"] == "metrics.jsonl" for b in broken) else metric_lines(source)
+        trouble += [(name, b["file"], b["reason"]) for b in broken]
         rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
         course = f"{rewards[0]:.3f} → {rewards[-1]:.3f}" if rewards else "-"
         steps = f"{status.get('steps_done', len(lines))}/{status.get('steps_asked', '?')}"
         table.add_row(*map(plain, (name, status.get("state", "-"), steps, str(counts.get(name, 0)), course)))
     console.print(table)
-    for path, (run, reason, _) in session.index.broken.items():
-        console.print(plain(f"{run}: {path.name} cannot be read: {reason}"), style="red")
+    trouble += [(run, path.name, reason) for path, (run, reason, _) in session.index.broken.items()]
+    for run, file, reason in trouble:
+        console.print(plain(f"{run}: {file} cannot be read: {reason}"), style="red")
 
 
 def _list_rollouts(console: Console, session: Session, page: dict[str, Any]) -> None:
