@@ -76,6 +76,41 @@ def evaluate(
 
 
 @app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder, a run's folder, or a preset.")],
+    host: Annotated[str, typer.Option(help="Anything but loopback asks for a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free port.")] = 8000,
+    name: Annotated[str, typer.Option(help="What clients call the model.")] = "model",
+    max_slots: Annotated[int, typer.Option(help="Requests that run at once.")] = 16,
+    thinking: Annotated[bool, typer.Option(help="Let it think before it answers.")] = True,
+) -> None:
+    """Offer a model on the native engine as an OpenAI-compatible chat API, with tools."""
+    import secrets
+
+    import uvicorn
+
+    from k3rl.config.rewards import JudgeModel
+    from k3rl.config.rollout import NativeEngineConfig
+    from k3rl.models import ModelConfig
+    from k3rl.recipes.journal import resolved
+    from k3rl.recipes.judges import chat_engine
+    from rollout.serving import make_app
+
+    served = JudgeModel(
+        model=resolved(ModelConfig(path=model)),
+        engine=NativeEngineConfig(max_slots=max_slots),
+        thinking=thinking,
+    )
+    token = "" if host in ("127.0.0.1", "::1", "localhost") else secrets.token_urlsafe(32)
+    chat = chat_engine(served, name, "auto")
+    print(f"{model} at http://{host}:{port}/v1 as '{name}'" + (f"; token {token}" if token else ""))
+    try:
+        uvicorn.run(make_app(chat, token), host=host, port=port, log_level="warning")
+    finally:
+        chat.close()
+
+
+@app.command()
 def view(
     runs: Annotated[
         list[Path],

@@ -128,6 +128,7 @@ class RewardFunction:
     sandbox: bool = False
     origin: str = ""
     address: str = ""
+    check: Callable[..., None] | None = None
 
     @property
     def is_async(self) -> bool:
@@ -155,7 +156,10 @@ class RewardFunction:
         for p in parameters:
             if p.default is p.empty and p.name not in arguments:
                 raise UserError(f"{place}the reward '{self.name}' needs '{p.name}'")
-        return {name: value for name, value in arguments.items() if name in names}
+        bound = {name: value for name, value in arguments.items() if name in names}
+        if self.check is not None:
+            self.check(**bound)
+        return bound
 
 
 REGISTERED: dict[str, RewardFunction] = {}
@@ -173,6 +177,7 @@ def reward(
     timeout_s: float | None = None,
     fresh: bool = False,
     sandbox: bool = False,
+    check: Callable[..., None] | None = None,
 ) -> Callable[[F], F]:
     """Register a reward function.
 
@@ -189,6 +194,7 @@ def reward(
             outlives its own verdict.
         sandbox: Give the function a fresh sandbox (`sandbox_client.SyncSandbox`) as the keyword ``sandbox``, killed
             after the call. For plain trajectory functions.
+        check: Called with the arguments before a run starts; raises `UserError` for those that cannot work.
     """
 
     def register(function: F) -> F:
@@ -200,8 +206,9 @@ def reward(
         found = REGISTERED.get(key)
         origin = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
         record = RewardFunction(
-            key, function, scope, depends, trusted, deterministic, timeout_s, fresh, sandbox, origin
-        )
+            key, function, scope, depends, trusted, deterministic, timeout_s, fresh, sandbox, origin,
+            check=check,
+        )  # fmt: skip
         if found is not None and found.origin != origin and not _same_source(found.function, function):
             CLASHES.setdefault(key, [found.origin]).append(origin)
         REGISTERED[key] = record

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,8 +114,16 @@ def task_rewards(groups: Sequence[ScoredGroup]) -> dict[str, list[float]]:
 class RewardService:
     """See the module's docstring. Needs a running Ray."""
 
-    def __init__(self, config: RewardConfig, tokenizer: str, thinking: bool = True) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        tokenizer: str,
+        thinking: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """``environment``: variables of the reward workers and their processes."""
         self.config, self.tokenizer, self.thinking = config, tokenizer, thinking
+        self.environment = dict(environment or {})
         self.workers = [self._start() for _ in range(config.workers)]
         self.load = [0] * config.workers
         self.waiting: dict[ObjectRef, _Ticket] = {}
@@ -130,7 +138,10 @@ class RewardService:
     def _start(self) -> Any:
         import ray
 
-        actor = ray.remote(num_cpus=0, max_concurrency=max(2, self.config.processes))(_Actor)
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": max(2, self.config.processes)}
+        if self.environment:
+            options["runtime_env"] = {"env_vars": self.environment}
+        actor = ray.remote(**options)(_Actor)
         return actor.remote(self.config, self.tokenizer, self.thinking)
 
     def follow_curriculum(self, run: Path, first_step: int) -> None:

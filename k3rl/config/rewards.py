@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from k3rl.config.base import Config
+from k3rl.config.rollout import NativeEngineConfig
+from k3rl.models.config import ModelConfig
 from k3rl.types import Effort
 
 PROBLEM = "problem"
@@ -146,6 +148,21 @@ class RewardSandbox(Config):
     """Processors of one sandbox."""
 
 
+class JudgeModel(Config):
+    """A model that judges, on an engine of its own in the run's Ray cluster."""
+
+    model: ModelConfig
+    """Who judges: a model whose chat format knows tools."""
+    engine: NativeEngineConfig = NativeEngineConfig()
+    """What it runs on."""
+    max_context: int | None = Field(None, gt=0)
+    """Tokens of a judgement, prompt and answers. None: what the model can."""
+    thinking: bool = False
+    """Let it think before each step."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where there is one."""
+
+
 class RewardConfig(Config):
     """What the reward service does."""
 
@@ -170,6 +187,8 @@ class RewardConfig(Config):
     """Memory that a reward's process may take beyond what it starts with."""
     sandbox: RewardSandbox = RewardSandbox()
     """Where rewards that ask for a sandbox run what the policy wrote."""
+    judges: dict[str, JudgeModel] = Field(default_factory=dict)
+    """Models of this run that judge, by name: ``judge: {type: engine, name: NAME}`` in the arguments of `grm`."""
     retries: int = Field(1, ge=0)
     """How often a failed call is repeated, in a new process."""
     workers: int = Field(1, gt=0)
@@ -193,6 +212,13 @@ class RewardConfig(Config):
                     raise ValueError(
                         f"'{part.key}' requires '{label}', which is not another part of {labels}"
                     )
+        for part in self.parts:
+            judge = part.arguments.get("judge")
+            name = judge.get("name") if isinstance(judge, dict) and judge.get("type") == "engine" else None
+            if name is not None and name not in self.judges:
+                raise ValueError(
+                    f"'{part.key}' wants the judge '{name}', which is not in judges: {list(self.judges)}"
+                )
         for rule in self.replacements:
             if rule.when not in labels:
                 raise ValueError(f"a replacement looks at '{rule.when}', which is not a part of {labels}")

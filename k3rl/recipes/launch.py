@@ -20,6 +20,7 @@ from k3rl.models import ModelConfig, load_model
 from k3rl.models.config import PRESETS
 from k3rl.models.loading import model_folder
 from k3rl.quant.packed import pack_experts, packs_experts
+from k3rl.recipes.judges import judges_running
 from k3rl.trainer.group import TrainerGroup
 from k3rl.weights import Handshake, Publication, verify
 from rewards.service import RewardService
@@ -223,12 +224,13 @@ def rollout_running(
 
 @contextmanager
 def rewards_running(config: RewardConfig, model: ModelConfig, thinking: bool) -> Iterator[RewardService]:
-    """The reward workers of a job."""
-    service = RewardService(config, tokenizer_of(model), thinking)
-    try:
-        yield service
-    finally:
-        service.close()
+    """The reward workers of a job, and the models that judge for them."""
+    with judges_running(config) as environment:
+        service = RewardService(config, tokenizer_of(model), thinking, environment)
+        try:
+            yield service
+        finally:
+            service.close()
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,9 @@ class EndpointJudge:
 
     ``key_variable`` names the environment variable that holds the key. ``timeout_s`` bounds one request, a whole
     judgement ``judgement_timeout_s``. Requests that failed by chance are sent again, ``retries`` times, after what the
-    server asked for or an exponential pause with jitter. ``max_tokens_total`` and ``max_cost`` end all judging of this
-    object: prices are per million tokens.
+    server asked for or an exponential pause with jitter. ``max_tokens_total`` and ``max_cost`` end the judging of a
+    group: prices are per million tokens. ``steer`` asks for the next step by name with a narrowed schema, for weak
+    judges behind servers that constrain decoding (vLLM): they cannot leave the protocol, only judge badly.
     """
 
     url: str
@@ -99,6 +100,7 @@ class EndpointJudge:
     max_turns: int = 24
     max_tokens: int = 2048
     temperature: float = 0.0
+    steer: bool = False
     max_tokens_total: int | None = None
     max_cost: float | None = None
     input_price: float = 0.0
@@ -157,6 +159,10 @@ class EndpointJudge:
             "model": self.model, "messages": messages, "tools": TOOLS, "temperature": self.temperature,
             "max_tokens": self.max_tokens, **self.extra,
         }  # fmt: skip
+        if self.steer:
+            due = session.due()
+            name = {"name": due["function"]["name"]}
+            body |= {"tools": [due], "tool_choice": {"type": "function", "function": name}}
         why = ""
         for attempt in range(self.retries + 1):
             try:

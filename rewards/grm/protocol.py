@@ -118,6 +118,40 @@ class JudgeSession:
             for label, row in self.scores.items()
         }
 
+    def due(self) -> dict[str, Any]:
+        """The next step in order, as the one tool that does it, its schema narrowed to what would be accepted. For
+        judges that are led through the protocol by constrained decoding."""
+        unread = [x for x in self.candidates if x not in self._seen]
+        unscored = [x for x in self.candidates if x not in self.scores]
+        if self.stage is Stage.READ and unread:
+            return _tool("read_candidate", "Read this candidate.", {"candidate": _one_of(unread[:1])})
+        if self.stage is Stage.READ:
+            names = {"enum": [c.name for c in self.criteria]} if self.criteria else {"maxLength": 60}
+            count = len(self.criteria) or 3
+            row = {
+                "name": {"type": "string", **names},
+                "description": {"type": "string", "maxLength": 200},
+                "weight": {"type": "integer", "minimum": 1, "maximum": 5},
+            }
+            rows = {
+                "type": "array", "items": {"type": "object", "properties": row, "required": list(row)},
+                "minItems": count if self.criteria else 1, "maxItems": count,
+            }  # fmt: skip
+            return _tool("write_rubric", "Write the rubric.", {"criteria": rows})
+        if unscored:
+            score = {"type": "integer", "minimum": 0, "maximum": int(BEST)}
+            scores = {c.name: score for c in self.rubric}
+            return _tool(
+                "score_candidate",
+                "Score this candidate on each criterion, and say why.",
+                {
+                    "candidate": _one_of(unscored[:1]),
+                    "scores": {"type": "object", "properties": scores, "required": list(scores)},
+                    "justification": {"type": "string", "minLength": 1, "maxLength": 400},
+                },
+            )
+        return _tool("record", "Close the scorepad.", {})
+
     # -- tools
 
     def _tool(self, name: str) -> Any:
@@ -251,6 +285,10 @@ def _tool(name: str, description: str, properties: dict[str, Any]) -> dict[str, 
         "type": "function",
         "function": {"name": name, "description": description, "parameters": parameters},
     }
+
+
+def _one_of(labels: Sequence[str]) -> dict[str, Any]:
+    return {"type": "string", "enum": list(labels)}
 
 
 _LABEL = {"type": "string", "description": "The candidate's label."}

@@ -14,6 +14,7 @@ Where too few judgements stand, the group is not scored (`JudgeError`): what bec
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -24,10 +25,12 @@ from k3rl.types import Trajectory
 from rewards.api import JudgeError, Score, Scored, reward
 from rewards.grm.judges import EndpointJudge, Judge, RuleJudge
 from rewards.grm.protocol import Criterion, JudgeSession
-from rewards.grm.ratings import rewards_of
-from rewards.grm.tournament import Pair, Result, play
+from rewards.grm.ratings import MAPPINGS, rewards_of
+from rewards.grm.tournament import KINDS, Pair, Result, play
 
 LABELS = ("A", "B")
+URL_VARIABLE, KEY_VARIABLE = "K3RL_JUDGE_URL_", "K3RL_JUDGE_KEY_"
+"""Environment of reward workers: where the run's judge of this name listens, and its token."""
 CORE_RUBRIC = (
     Criterion("clarity and relevance", "answers what was asked, in words that its reader needs"),
     Criterion("conversational fluency", "reads as written by a person who listens"),
@@ -71,7 +74,24 @@ class Court:
         return totals["A"] - totals["B"]
 
 
-@reward(name="grm", scope="group", depends="trajectory", timeout_s=900.0)
+def check_arguments(
+    judge: Mapping[str, Any],
+    tournament: str = "swiss",
+    mapping: str = "win_rate",
+    rubrics: Sequence[str] = (),
+    criteria: Sequence[Mapping[str, Any]] = (),
+    **_: Any,
+) -> None:
+    """Before a run starts. Raises `UserError` naming what cannot work."""
+    for what, given, known in (("tournament", tournament, KINDS), ("mapping", mapping, MAPPINGS)):
+        if given not in known:
+            raise UserError(f"grm.{what}: there is no '{given}'{nearest(given, known)}")
+    _criteria(rubrics, criteria)
+    if judge.get("type") != "engine":  # which the run has yet to start
+        make_judge(judge)
+
+
+@reward(name="grm", scope="group", depends="trajectory", timeout_s=900.0, check=check_arguments)
 async def grm(
     group: list[Scored],
     judge: Mapping[str, Any],
@@ -87,7 +107,8 @@ async def grm(
 ) -> list[Score]:
     """Rewards of a group by a tournament before an agentic judge.
 
-    judge             ``{type: endpoint, url, model, ...}`` or ``{type: rule, function: "package.module:function"}``
+    judge             ``{type: endpoint, url, model, ...}``, ``{type: engine, name}`` of ``rewards.judges``, or
+                      ``{type: rule, function: "package.module:function"}``
     tournament        ``all_pairs``, ``swiss`` or ``elimination``; ``rounds``: of Swiss
     mapping           ``win_rate`` (0 to 1), ``rating`` (Bradley-Terry, with ``prior``) or ``rank`` (0 to 1)
     sigma             over sigma x l0 sampled tokens a candidate loses without a call; l0 is the problem's
@@ -138,9 +159,14 @@ def make_judge(spec: Mapping[str, Any]) -> Judge:
             return RuleJudge(find_rule(fields.pop("function")), **fields)
         if kind == "endpoint":
             return EndpointJudge(**fields)
+        if kind == "engine":
+            name = fields.pop("name")
+            if not (url := os.environ.get(f"{URL_VARIABLE}{name}")):
+                raise UserError(f"grm.judge: no run has started the judge '{name}'; see rewards.judges")
+            return EndpointJudge(url, name, key_variable=f"{KEY_VARIABLE}{name}", **fields)
     except (TypeError, KeyError) as error:
         raise UserError(f"grm.judge: {error}") from None
-    raise UserError(f"grm.judge: no type '{kind}'{nearest(str(kind), ('rule', 'endpoint'))}")
+    raise UserError(f"grm.judge: no type '{kind}'{nearest(str(kind), ('rule', 'endpoint', 'engine'))}")
 
 
 def _criteria(rubrics: Sequence[str], own: Sequence[Mapping[str, Any]]) -> list[Criterion]:
