@@ -56,3 +56,28 @@ def test_a_finding_shows_as_many_rollouts_as_it_counts(page: Page, address):  # 
     loops.get_by_role("link").click()
     expect(page).to_have_url(re.compile("filter=repeated_calls"))
     expect(rows_of(page)).to_have_count(count)
+
+
+def test_two_runs_are_compared_problem_by_problem(page: Page, address):  # noqa: F811
+    page.goto(f"{address}/#/problems")
+    page.get_by_label("against").select_option("two")
+    expect(page).to_have_url(re.compile("with=two"))
+    expect(page.locator("main")).to_contain_text("mean reward in two minus that in one")
+    changed = page.get_by_role("table", name="Most changed")
+    shot(page, "problems")
+    problem = changed.get_by_role("link").first
+    name = problem.inner_text()
+    problem.click()
+    expect(page.get_by_role("heading", name=name)).to_be_visible()
+    expect(page.get_by_role("figure", name="Rewards at each draw")).to_contain_text("two")
+    expect(page.locator(".pair")).to_contain_text(re.compile("part at character|are the same"))
+    dots = page.locator(".dots .chip")
+    dots.nth(1).click()
+    expect(page).to_have_url(re.compile(r"a=one(\+|%20)"))
+    dots.nth(-4).click(modifiers=["Shift"])
+    expect(page).to_have_url(re.compile(r"b=two(\+|%20)"))
+    expect(page.get_by_role("article", name="Side B")).to_contain_text("two, step")
+    shot(page, "problem")
+    page.get_by_role("article", name="Side A").get_by_role("link").click()
+    expect(page).to_have_url(re.compile(r"#/rollout/one/\d+/\d+/1\?.*token="))
+    expect(page.locator(".t.chosen")).to_be_visible()

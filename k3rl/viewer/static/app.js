@@ -3,10 +3,12 @@
 import { bundle, get } from "./api.js";
 import { button, empty, errorBox, h, number, replace } from "./dom.js";
 import { showCells } from "./cells.js";
+import { showProblems } from "./compare.js";
 import { showFindings } from "./findings.js";
 import { showGroup } from "./group.js";
 import { bindAlways, bindKeys, listenToKeys } from "./keys.js";
 import { address, changed, go, place } from "./router.js";
+import { showProblem } from "./problem.js";
 import { showRollout } from "./rollout.js";
 import { runColor, showMetrics } from "./runs.js";
 import { showTable } from "./table.js";
@@ -17,11 +19,13 @@ const VIEWS = {
   rollouts: ["Rollouts", showTable],
   cells: ["Domain × effort", showCells],
   findings: ["Findings", showFindings],
+  problems: ["Compare", showProblems],
+  problem: [null, showProblem],
   rollout: [null, showRollout],
   group: [null, showGroup],
 };
 const BUNDLED = new Set(["metrics", "rollouts", "rollout", "group"]);
-const BELONGS = { rollout: "rollouts", group: "rollouts" };
+const BELONGS = { rollout: "rollouts", group: "rollouts", problem: "problems" };
 
 const main = h("main", { id: "main", tabindex: "-1" });
 const runList = h("nav", { class: "runs", "aria-label": "Runs" });
@@ -126,8 +130,12 @@ function runItem(run, on, toggle) {
     { class: `run ${on ? "" : "off"}`, title: run.reason || run.name },
     h("input", { type: "checkbox", checked: on, onchange: () => toggle(run.name) }),
     h("span", { class: "swatch", style: { background: runColor(run.name, state.runs) }, "aria-hidden": "true" }),
-    h("span", { class: "run-text" }, h("span", { class: "run-name" }, run.name), h("span", { class: "run-facts" }, `${steps} · ${number(run.rollouts)} rollouts`)),
-    run.state ? h("span", { class: `state state-${run.state}` }, run.state) : null,
+    h(
+      "span",
+      { class: "run-text" },
+      h("span", { class: "run-line" }, h("span", { class: "run-name" }, run.name), run.state ? h("span", { class: `state state-${run.state}` }, run.state) : null),
+      h("span", { class: "run-facts" }, `${steps} · ${number(run.rollouts)} rollouts`),
+    ),
   );
 }
 

@@ -4,7 +4,7 @@ import { h, number, replace, svg } from "./dom.js";
 
 const SIZE = { width: 520, height: 220, left: 52, right: 12, top: 10, bottom: 26 };
 
-/** `series`: [{name, color, dash, steps, values}]. Values that are null break the line; words such as "NaN" are
+/** `series`: [{name, color, dash, steps, values}], with `clouds` (numbers by step) also drawn as faint dots. Values that are null break the line; words such as "NaN" are
  *  marked on the axis, so that they are seen. `onStep(step)`: what a click does. */
 export function lineChart({ title, series, onStep = null, unit = "", smooth = 0, note = "" }) {
   const shown = series.filter((s) => s.steps.length);
@@ -40,7 +40,7 @@ export function smoothed(values, weight) {
 
 function scales(lines) {
   const steps = lines.flatMap((l) => l.steps);
-  const values = lines.flatMap((l) => l.values.filter((v) => typeof v === "number"));
+  const values = lines.flatMap((l) => [...l.values, ...(l.clouds ?? []).flat()].filter((v) => typeof v === "number"));
   let [x0, x1] = [steps.reduce((a, b) => Math.min(a, b), Infinity), steps.reduce((a, b) => Math.max(a, b), -Infinity)];
   let [y0, y1] = [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
   if (!values.length) [y0, y1] = [0, 1];
@@ -82,6 +82,7 @@ function drawn(line, scale, smooth) {
   const style = { stroke: line.color, ...(line.dash ? { "stroke-dasharray": line.dash } : {}) };
   const found = [svg("path", { class: "line", d: path(line.steps, line.smoothed, scale), style })];
   if (smooth) found.unshift(svg("path", { class: "line raw", d: path(line.steps, line.values, scale), style }));
+  found.unshift(...(line.clouds ?? []).flatMap((cloud, i) => swarm(cloud, line.steps[i], line.color, scale)));
   const single = line.values.filter((v) => typeof v === "number").length <= 40;
   line.values.forEach((v, i) => {
     if (typeof v === "number") {
@@ -91,6 +92,12 @@ function drawn(line, scale, smooth) {
     }
   });
   return found;
+}
+
+/** Dots of a step; equal ones stand beside each other. */
+function swarm(cloud, step, color, scale) {
+  const rows = Map.groupBy(cloud, (v) => Math.round(scale.y(v) / 3));
+  return [...rows.values()].flatMap((same) => same.map((v, k) => svg("circle", { class: "cloud", cx: scale.x(step) + 3.6 * (k - (same.length - 1) / 2), cy: scale.y(v), r: 1.8, style: { fill: color } })));
 }
 
 function path(steps, values, { x, y }) {

@@ -6,7 +6,7 @@ import { button, copyText, h, number, replace, toast } from "./dom.js";
 import { factsPanel } from "./facts.js";
 import { bindKeys } from "./keys.js";
 import { readingView } from "./reading.js";
-import { address, changed, go, groupAddress, listParameters, place, rolloutAddress } from "./router.js";
+import { address, changed, go, groupAddress, listParameters, place, problemAddress, rolloutAddress } from "./router.js";
 import { tokenView } from "./tokens.js";
 
 const MODES = { read: "Read", tokens: "Tokens", raw: "Exact" };
@@ -75,7 +75,7 @@ function heading({ row }, list, walk) {
     { class: "bar rollout-head" },
     h("nav", { class: "crumbs", "aria-label": "Where this is" }, h("a", { href: address("rollouts", [], list) }, "Rollouts"), " / ", h("span", {}, row.run), " / ", h("a", { href: address("rollouts", [], { run: list.run, filter: `step = ${row.step}` }) }, `step ${row.step}`), " / ", h("a", { href: groupAddress(row, list) }, `group ${row.draw}`), " / "),
     h("h1", {}, `sample ${row.sample}`),
-    h("span", { class: "problem" }, bundle ? row.problem_id : h("a", { href: address("problem", [row.problem_id ?? ""], { run: list.run }), title: "This problem over time and runs" }, row.problem_id ?? "")),
+    h("span", { class: "problem" }, bundle ? row.problem_id : h("a", { href: problemAddress(row, list), title: "This problem over time and runs" }, row.problem_id ?? "")),
     kind,
     walk,
   );

@@ -62,7 +62,7 @@ export function groupAddress(row, parameters = {}) {
   return address("group", [row.run, row.step, row.draw], parameters);
 }
 
-/** A problem over steps and runs. */
+/** A problem over steps and runs; from a rollout, with that rollout on the left. */
 export function problemAddress(row, parameters = {}) {
-  return address("problem", [row.problem_id ?? ""], { run: parameters.run });
+  return address("problem", [row.problem_id ?? ""], { run: parameters.run, ...(row.sample === undefined ? {} : { a: [row.run, row.step, row.draw, row.sample].join(" ") }) });
 }
