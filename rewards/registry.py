@@ -26,6 +26,7 @@ BUILT_IN = {
     "language": "rewards.verifiers.language",
     "repetition": "rewards.verifiers.repetition",
     "reasoning_gym": "rewards.verifiers.gym",
+    "environment": "rewards.verifiers.environment",
     "code": "rewards.verifiers.code",
     "grm": "rewards.grm.reward",
     "judged_quality": "rewards.grm.rules",

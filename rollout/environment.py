@@ -14,11 +14,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from k3rl.config.rollout import AgentConfig
 from k3rl.errors import UserError, nearest
 from k3rl.types import Message, ParsedResponse, Problem, StopReason, ToolCall
+
+if TYPE_CHECKING:
+    from rollout.environments.sandboxes import Sandboxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,21 @@ class Environment(Protocol):
         """Ids by which a sandbox is found again, for rewards that look into it."""
 
 
+@runtime_checkable
+class HoldsSandbox(Protocol):
+    """What an environment with a sandbox can do besides. Like the protocol's other calls, both are awaited between
+    two steps."""
+
+    async def save(self) -> None:
+        """Snapshot the sandbox, and name the snapshot in `state`: what a checkpoint is made of."""
+
+    async def leave(self) -> None:
+        """The trajectory goes on elsewhere from its state: let go of what only this process can use."""
+
+
 EnvironmentFactory = Callable[..., Environment]
-"""Called with the problem and the config's ``arguments`` as keywords."""
+"""Called with the problem and the config's ``arguments`` as keywords; with the worker's `Sandboxes` as ``sandboxes``
+too where it has a true attribute ``uses_sandbox``."""
 
 _registry: dict[str, EnvironmentFactory] = {}
 
@@ -93,7 +109,8 @@ def register_environment(name: str) -> Callable[[EnvironmentFactory], Environmen
 
 def environment_factory(name: str) -> EnvironmentFactory:
     """By registered name or ``package.module:factory``. `UserError` where there is none."""
-    import rollout.adapters  # noqa: F401  (registers the built-in ones)
+    import rollout.adapters
+    import rollout.environments  # noqa: F401  (both register the built-in ones)
 
     if name in _registry:
         return _registry[name]
@@ -109,7 +126,9 @@ def environment_factory(name: str) -> EnvironmentFactory:
     return factory
 
 
-def make_environment(problem: Problem, config: AgentConfig) -> Environment | None:
+def make_environment(
+    problem: Problem, config: AgentConfig, sandboxes: Sandboxes | None = None
+) -> Environment | None:
     """The problem's environment, or the config's, or none.
 
     A problem is data, which may come from anywhere: it can name registered environments only, and import
@@ -119,13 +138,23 @@ def make_environment(problem: Problem, config: AgentConfig) -> Environment | Non
     if own is None:
         if config.environment is None:
             return None
-        return environment_factory(config.environment)(problem, **config.arguments)
+        return _make(environment_factory(config.environment), problem, config.arguments, sandboxes)
     name, arguments = (own, {}) if isinstance(own, str) else (own.get("name"), own.get("arguments", {}))
     if not isinstance(name, str) or ":" in name:
         raise UserError(
             f"problem '{problem.id}': metadata.environment must be a registered environment's name"
         )
-    return environment_factory(name)(problem, **arguments)
+    return _make(environment_factory(name), problem, arguments, sandboxes)
+
+
+def _make(
+    factory: EnvironmentFactory, problem: Problem, arguments: dict[str, Any], sandboxes: Sandboxes | None
+) -> Environment:
+    if not getattr(factory, "uses_sandbox", False):
+        return factory(problem, **arguments)
+    if sandboxes is None:
+        raise UserError(f"problem '{problem.id}': its environment needs sandboxes, and there are none here")
+    return factory(problem, sandboxes=sandboxes, **arguments)
 
 
 def tool_message(call: ToolCall, content: str) -> Message:

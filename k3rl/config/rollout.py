@@ -106,6 +106,46 @@ class RepetitionConfig(Config):
         return self
 
 
+class SandboxConfig(Config):
+    """Where environments run what the policy wrote: one sandbox for each trajectory that uses tools."""
+
+    backend: Literal["local", "agentenv"] = "local"
+    """``local``: this machine's own isolation. ``agentenv``: the AgentENV server of the environment's variables."""
+    template: str = "base"
+    """What a sandbox is created from."""
+    root: str | None = None
+    """Folder of local sandboxes and their snapshots. None: ``sandboxes`` in the run's folder."""
+    unsafe: bool = False
+    """Local, where the machine cannot isolate: run the policy's code regardless, with this user's rights."""
+    quota: int | None = Field(None, ge=1)
+    """Sandboxes of trajectories that one worker holds, resting ones included; a trajectory that finds none free waits
+    in its tool call. None: as many as trajectories can be in flight."""
+    warm: int = Field(0, ge=0)
+    """Sandboxes that a worker keeps ready, paused, for trajectories to come."""
+    rest_s: float = Field(0.0, ge=0)
+    """A sandbox is paused when no call used it for so long. 0: as soon as the policy generates."""
+    ttl_s: float = Field(600.0, ge=20)
+    """A sandbox that nobody extends lives for so long; awake ones are extended in time."""
+    network: bool = False
+    """Let code reach the network."""
+    memory_mb: int = Field(512, gt=0)
+    """Memory of one sandbox."""
+    disk_mb: int = Field(256, gt=0)
+    """Its home folder; ``/tmp`` has as much again."""
+    cpus: float = Field(1.0, gt=0)
+    """Its processors."""
+    processes: int = Field(128, gt=0)
+    """Its processes and threads."""
+
+    @model_validator(mode="after")
+    def _warm_ones_fit(self) -> SandboxConfig:
+        if self.quota is not None and self.warm > self.quota:
+            raise ValueError(f"warm {self.warm} exceeds quota {self.quota}")
+        if self.unsafe and self.backend != "local":
+            raise ValueError("unsafe concerns local sandboxes only")
+        return self
+
+
 class AgentConfig(Config):
     """Multi-turn trajectories: what an environment's tools may do and how long it may take."""
 
@@ -117,7 +157,7 @@ class AgentConfig(Config):
     max_turns: int = Field(16, ge=1)
     """Turns of the policy in one trajectory."""
     tool_timeout_s: float = Field(60.0, gt=0)
-    """Time limit of one tool call; the policy is told when it passes."""
+    """Time limit of one call of a sandbox's tool; the policy is told when it passes."""
     step_timeout_s: float = Field(300.0, gt=0)
     """Time limit of an environment's reset, step, pause or resume. When it passes the trajectory fails."""
     max_observation_tokens: int | None = Field(None, ge=1)
@@ -128,6 +168,8 @@ class AgentConfig(Config):
     """A call that cannot be read is answered with the reason, or ends the trajectory."""
     max_malformed_turns: int = Field(4, ge=1)
     """So many turns in a row with nothing but malformed calls end the trajectory."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Sandboxes of environments that use them."""
 
 
 class RolloutConfig(Config):

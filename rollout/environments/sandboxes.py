@@ -1,0 +1,161 @@
+"""The sandboxes of one rollout worker: a fleet that is opened when first asked for, and what it measures.
+
+Lives in the event loop in which the worker's environments live; only `measured` may be asked for from there too.
+Owner of a sandbox: the environment that holds its lease; at the end the fleet kills what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from k3rl.config.rollout import SandboxConfig
+from sandbox_client import Backend, Fleet, FleetConfig, Limits, LocalBackend, Sandbox, SandboxSpec
+from sandbox_client.fleet import Lease
+
+MIB = 1 << 20
+JUDGES = 4
+"""Forks that are judged in at once, beside the trajectories' own sandboxes: without places of their own, trajectories
+that all hold a sandbox would wait for each other."""
+RUN_FILE = "run"
+
+
+class Sandboxes:
+    """``run`` names the run among all that use the same server, ``owner`` this worker within it; ``root`` is where
+    local ones live; ``tool_timeout_s`` limits tools that have no limit of their own."""
+
+    def __init__(
+        self,
+        config: SandboxConfig,
+        *,
+        run: str,
+        owner: str,
+        root: Path | None = None,
+        places: int = 64,
+        tool_timeout_s: float = 60.0,
+    ) -> None:
+        self.config, self.tool_timeout_s = config, tool_timeout_s
+        self.keep: set[str] = set()  # ids that an earlier process left and trajectories still need
+        self.exec_s: deque[float] = deque(maxlen=1000)
+        self.calls = self.replayed = 0
+        self._run, self._owner, self._root = run, owner, root
+        self._quota = config.quota or places
+        self._backend: Backend | None = None
+        self._fleet: Fleet | None = None
+        self._opening = asyncio.Lock()
+        self._places = asyncio.Semaphore(self._quota)
+        self._judges = asyncio.Semaphore(JUDGES)
+
+    @property
+    def opened(self) -> bool:
+        return self._fleet is not None
+
+    @property
+    def survive(self) -> bool:
+        """Do sandboxes outlive the process that made them?"""
+        if self._backend is None:
+            return self.config.backend != "local"
+        return self._backend.capabilities.survives_client
+
+    async def fleet(self) -> Fleet:
+        """Opened by the first who asks. What an earlier process of this owner left is killed, but `keep`.
+
+        Raises `SandboxError` where there is no isolation or no server.
+        """
+        async with self._opening:
+            if self._fleet is None:
+                self._backend = await asyncio.to_thread(_make_backend, self.config, self._root)
+                fleet = Fleet(self._backend, self._fleet_config())
+                await fleet.open(keep=dict.fromkeys(self.keep))
+                self._fleet = fleet
+        return self._fleet
+
+    def _fleet_config(self) -> FleetConfig:
+        config = self.config
+        spec = SandboxSpec(
+            template=config.template,
+            ttl_s=config.ttl_s,
+            network=config.network,
+            limits=Limits(
+                memory_bytes=config.memory_mb * MIB,
+                disk_bytes=config.disk_mb * MIB,
+                cpus=config.cpus,
+                processes=config.processes,
+            ),
+        )
+        return FleetConfig(
+            run=f"{self._run}/{self._owner}",
+            spec=spec,
+            quota=self._quota + JUDGES,
+            warm=config.warm,
+            rest_s=config.rest_s,
+            heartbeat_s=min(60.0, config.ttl_s / 4),
+        )
+
+    # -- places --------------------------------------------------------------------------------------------
+
+    async def take_place(self) -> None:
+        """Before a lease; `free_place` after it."""
+        await self._places.acquire()
+
+    def free_place(self) -> None:
+        self._places.release()
+
+    @asynccontextmanager
+    async def judge(self, lease: Lease) -> AsyncIterator[Sandbox]:
+        """A fork of the sandbox, killed at the end."""
+        async with self._judges, lease.judge() as sandbox:
+            yield sandbox
+
+    # -- snapshots -----------------------------------------------------------------------------------------
+
+    async def drop_snapshots(self, ids: Iterable[str]) -> None:
+        """Delete snapshots of checkpoints that are not needed any more. Idempotent."""
+        backend = (await self.fleet()).backend
+        for id_ in ids:
+            await backend.delete_snapshot(id_)
+
+    # -- metrics, end --------------------------------------------------------------------------------------
+
+    async def measured(self) -> dict[str, float]:
+        """By the names of docs/metrics.md, without their prefix; empty before the first sandbox."""
+        if self._fleet is None:
+            return {}
+        seen = sorted(self.exec_s)
+        latency = {f"exec_p{q}_s": seen[min(len(seen) * q // 100, len(seen) - 1)] for q in (50, 99) if seen}
+        counted = {"calls": float(self.calls), "replayed": float(self.replayed)}
+        faults = {"faults": float(sum(self._fleet.faults.values()))}
+        return self._fleet.stats() | latency | counted | faults
+
+    async def close(self) -> None:
+        """Kill every sandbox of this owner; snapshots stay."""
+        if self._fleet is not None:
+            await self._fleet.close()
+            self._fleet = None
+        if self._backend is not None:
+            await self._backend.close()
+            self._backend = None
+
+
+def _make_backend(config: SandboxConfig, root: Path | None) -> Backend:
+    if config.backend == "local":
+        return LocalBackend(Path(config.root) if config.root else root, unsafe=config.unsafe)
+    from sandbox_client.agentenv import AgentEnvBackend
+
+    return AgentEnvBackend()
+
+
+def run_identity(folder: Path) -> str:
+    """The name by which a run's sandboxes are known on a server: made once, kept in ``folder``."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = folder / RUN_FILE
+    try:
+        with open(file, "x", encoding="utf-8") as new:
+            new.write(f"{folder.resolve().parent.name}-{os.urandom(6).hex()}")
+    except FileExistsError:
+        pass
+    return file.read_text(encoding="utf-8")
