@@ -116,6 +116,9 @@ TEXTS = [
     Column("reward_explanation", "text", "file", "what the reward said"),
     Column("judge_trace_json", "text", "file", "what the judge did"),
     Column("sandbox_json", "text", "file", "its sandbox"),
+    Column(
+        "turns_json", "text", "file", "the messages that followed the prompt, of rows that have no tokens"
+    ),
 ]
 RUN = Column("run", "text", "index", "the run's name", "VARCHAR")
 NOT_SCALAR = {

@@ -111,13 +111,19 @@ class Index:
             there = {
                 file: (source, stamp)
                 for source in found
-                for file in sorted(source.rollouts.glob("*.parquet"))
-                if not file.name.startswith(".") and (stamp := _stamp(file))
+                for file in source.files()
+                if (stamp := _stamp(file))
             }
             gone = [f for f in self.files.values() if there.get(f.path, (None, ()))[1] != f.stamp]
             fresh = [p for p in there if p not in self.files or self.files[p] in gone]
             fresh = [p for p in fresh if p not in self.broken or self.broken[p][2] != there[p][1]]
             self.broken = {p: b for p, b in self.broken.items() if p in there and p not in fresh}
+            self.broken |= {
+                file: (s.name, reason, (0, 0, 0))
+                for s in found
+                if s.foreign
+                for file, reason in s.foreign.trouble.items()
+            }
             self._forget(gone)
             self.progress.total = len(self.files) + len(fresh)
             self.progress.done = len(self.files)
@@ -273,11 +279,16 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
 
 def _lock_down(db: duckdb.DuckDBPyConnection, folders: list[Path]) -> None:
     """Files below these folders only, no extensions, no Python variables as tables; for good."""
-    allowed = ", ".join("'" + str(f).replace("'", "''").rstrip("/") + "/'" for f in folders)
+
+    def listed(paths: list[str]) -> str:
+        return ", ".join("'" + p.replace("'", "''") + "'" for p in paths)
+
+    allowed = listed([str(f).rstrip("/") + "/" for f in folders if not f.is_file()])
     db.execute("SET python_enable_replacements = false")
     db.execute("SET autoinstall_known_extensions = false")
     db.execute("SET autoload_known_extensions = false")
     db.execute(f"SET allowed_directories = [{allowed}]")
+    db.execute(f"SET allowed_paths = [{listed([str(f) for f in folders if f.is_file()])}]")
     db.execute("SET enable_external_access = false")
     db.execute("SET lock_configuration = true")
 

@@ -95,7 +95,8 @@ def metric_lines(source: Source) -> list[dict[str, Any]]:
     stamp = (stat.st_size, stat.st_mtime_ns)
     if _metric_cache.get(file, ((0, 0), []))[0] != stamp:
         try:
-            _metric_cache[file] = (stamp, read_lines(file))
+            lines = [line for line in read_lines(file) if isinstance(line, dict) and "step" in line]
+            _metric_cache[file] = (stamp, lines)
         except ValueError as error:
             raise UserError(f"{file.name} of '{source.name}' is damaged: {error}") from error
     return _metric_cache[file][1]

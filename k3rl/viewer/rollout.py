@@ -29,7 +29,7 @@ _TOKEN_COLUMNS = (
     "teacher_logprobs",
     "token_advantages",
 )
-_JSON_COLUMNS = ("messages_json", "timings_json", "judge_trace_json", "sandbox_json")
+_JSON_COLUMNS = ("messages_json", "timings_json", "judge_trace_json", "sandbox_json", "turns_json")
 _TEXT_COLUMNS = ("prompt_text", "response_text", "reasoning", "content", "reward_explanation")
 _LONGEST_CHARACTER = 4
 

@@ -23,7 +23,7 @@ class Session:
     def __init__(self, paths: list[Path], poll_s: float = 1.0) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="k3rl-view-"))
         try:
-            self.sources = Sources(paths)
+            self.sources = Sources(paths, self.folder / "copies")
             self.index = Index(self.sources, self.folder)
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -47,12 +47,20 @@ class Session:
         self.index.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def read_all(self) -> None:
+        """Read everything that is there, in this thread; for callers that never enter the session."""
+        self.index.refresh()
+        while self.sources.busy:
+            self.index.refresh()
+        while self.index.derive():
+            pass
+
     def _keep_fresh(self) -> None:
         """New files first; derived columns in the time between. What fails is said on every page, and tried again."""
         while not self._stop.is_set():
             try:
                 self.index.refresh()
-                busy = self.index.derive()
+                busy = self.index.derive() or self.sources.busy
                 self.trouble = ""
             except (UserError, OSError) as error:
                 self.trouble, busy = str(error), False

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from k3rl.errors import UserError
+from k3rl.viewer.foreign import Foreign, check_file, data_files, groups_below, is_foreign
 
 _NOT_RUNS = {"rollouts", "checkpoints", "tensorboard", "logs"}
 _DEPTH = 3
@@ -19,15 +20,22 @@ _configs: dict[Path, tuple[tuple[int, int], dict[str, Any]]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One run. ``rollouts`` is where its parquet files are."""
+    """One run. ``rollouts`` is where its parquet files are; ``only``: these of them. ``foreign``: they are copies."""
 
     name: str
     path: Path
     rollouts: Path
+    only: tuple[Path, ...] = ()
+    foreign: Foreign | None = None
 
     @property
     def notes_file(self) -> Path:
-        return self.path / "notes.jsonl"
+        return self.foreign.notes_file if self.foreign else self.path / "notes.jsonl"
+
+    def files(self) -> list[Path]:
+        """Its parquet files that are there now and whole."""
+        found = self.only or sorted(self.rollouts.glob("*.parquet"))
+        return [f for f in found if not f.name.startswith(".")]
 
     def config(self) -> dict[str, Any]:
         """What the run was started with; empty where it does not say. Raises `UserError` where it cannot be read."""
@@ -58,24 +66,51 @@ class Source:
 
 @dataclass(slots=True)
 class Sources:
-    """Runs by name. A name stays with its folder for the life of the viewer."""
+    """Runs by name. A name stays with its folder for the life of the viewer. ``copies``: a folder for foreign files."""
 
     roots: list[Path]
+    copies: Path
     _names: dict[Path, str] = field(default_factory=dict)
+    _foreign: dict[Path, Foreign | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.roots = [p.resolve() for p in self.roots]
         for root in self.roots:
-            if not root.is_dir():
-                raise UserError(f"there is no run or folder of runs '{root}'")
+            if root.is_file():
+                check_file(root)
+            elif not root.is_dir():
+                raise UserError(f"there is no run, file or folder '{root}'")
+
+    @property
+    def busy(self) -> bool:
+        """Are foreign files still being copied?"""
+        return any(f is not None and f.busy for f in self._foreign.values())
 
     def find(self) -> list[Source]:
-        """All runs that are there now."""
+        """All runs that are there now; below a folder without any, what other people's files there are."""
         found: dict[Path, Source] = {}
         for root in self.roots:
-            for folder in _run_folders(root, _DEPTH):
+            folders = list(_run_folders(root, _DEPTH)) if root.is_dir() else []
+            for folder in folders:
                 found.setdefault(folder, Source(self._name(root, folder), folder, folder / "rollouts"))
+            for path in [] if folders else groups_below(root) if root.is_dir() else [root]:
+                found.setdefault(path, self._other(root, path))
         return sorted(found.values(), key=lambda s: s.name)
+
+    def _other(self, root: Path, path: Path) -> Source:
+        """Rows of ours are read where they are, others from their copies."""
+        name = self._name(root, path)
+        if path not in self._foreign:
+            strange = any(is_foreign(f) for f in data_files(path))
+            self._foreign[path] = Foreign(path, self.copies / f"{len(self._foreign)}") if strange else None
+        foreign = self._foreign[path]
+        if foreign is not None:
+            foreign.refresh()
+            return Source(name, path if path.is_dir() else foreign.folder, foreign.folder, foreign=foreign)
+        files = tuple(data_files(path))
+        folder = path if path.is_dir() else path.parent
+        inside = folder.name == "rollouts" and (folder.parent / "config.yaml").is_file()
+        return Source(name, folder.parent if inside else folder, folder, files)
 
     def _name(self, root: Path, folder: Path) -> str:
         if folder not in self._names:
@@ -90,7 +125,9 @@ class Sources:
 
 
 def is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() or (folder / "rollouts").is_dir()
+    """A run has a config and rollouts by file; where rollouts lie in a folder for each step, it is not ours."""
+    rollouts = folder / "rollouts"
+    return (folder / "config.yaml").is_file() or (rollouts.is_dir() and not any(rollouts.glob("step*/")))
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:

@@ -33,12 +33,10 @@ def show_text(
     console = console or Console(highlight=False, soft_wrap=bool(show), file=sys.stdout)
     session = Session(paths)
     try:
-        session.index.refresh()
+        session.read_all()
         if show:
             _show_one(console, session, _key(session, show))
             return
-        while session.index.derive():
-            pass
         _list_runs(console, session)
         selection = Selection((), filter, sort.removeprefix("-"), sort.startswith("-"))
         session.queries.search_seconds_s = float("inf")

@@ -38,9 +38,7 @@ def opened():
 
 
 def read(session: Session) -> None:
-    session.index.refresh()
-    while session.index.derive():
-        pass
+    session.read_all()
 
 
 ADDRESSES = [
@@ -258,5 +256,5 @@ def test_steps_that_a_resumed_run_takes_back_go(opened, tmp_path):
 
 
 def test_nothing_to_open_is_said_in_a_sentence(tmp_path):
-    with pytest.raises(UserError, match="there is no run or folder"):
+    with pytest.raises(UserError, match="there is no run, file or folder"):
         Session([tmp_path / "nowhere"])

@@ -24,9 +24,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def client(folder):
     session = Session([folder])
-    session.index.refresh()
-    while session.index.derive():
-        pass
+    session.read_all()
     with TestClient(make_app(session), base_url="http://localhost") as client:
         yield client
     session.__exit__(None, None, None)
