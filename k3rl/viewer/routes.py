@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Response
 from pydantic import BaseModel
 
-from k3rl.viewer import cells, compare, degeneracies, export, metrics, rollout
+from k3rl.viewer import cells, compare, degeneracies, export, labelled, metrics, rollout
 from k3rl.viewer.index import as_json
 from k3rl.viewer.queries import Key, Selection
 from k3rl.viewer.session import Session
@@ -123,6 +123,16 @@ def _rollouts(app: FastAPI, session: Session) -> None:
     ) -> Json:
         rid = queries.find(Key(of_run, step, draw, sample))
         return queries.neighbours(selection_of(run, filter, sort, descending), rid)
+
+    @app.get("/api/notes")
+    def all_notes(run: Runs = []) -> Json:  # noqa: B006
+        """``{rows (with a flag or a note), counts: {notes, sft, preference} (lines of each export), left_out}``;
+        ``left_out``: flagged rollouts that are no conversation of one turn."""
+        return as_json(labelled.summary(queries, run))
+
+    @app.get("/api/notes/export")
+    def export_notes(run: Runs = [], form: labelled.Form = "notes") -> Response:  # noqa: B006
+        return Response("".join(labelled.lines(queries, run, form)), media_type="application/jsonl")
 
     @app.post("/api/notes")
     def write_note(note: Note) -> Json:

@@ -1,104 +1,22 @@
 """The viewer in a real headless Chromium, over runs that the real store wrote. Screenshots go to artifacts/viewer."""
 
-import contextlib
 import csv
 import io
 import json
-import os
 import re
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from browsing import rows_of, served, shot
+from playwright.sync_api import expect
 from viewer_runs import write_run, write_step
 
 from k3rl.store import RunStore
-
-SHOTS = Path("artifacts/viewer")
-HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script> <|open|>'
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-@contextlib.contextmanager
-def served(*paths: Path, arguments: tuple[str, ...] = ()):
-    port = free_port()
-    command = [sys.executable, "-m", "k3rl.cli", "view", *map(str, paths), "--port", str(port), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        line = process.stdout.readline()
-        assert "http://" in line, line + process.stdout.read()
-        yield line.split("k3rl view: ")[1].split()[0]
-    finally:
-        process.terminate()
-        process.wait(20)
-        process.stdout.close()
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    write_run(folder / "one", steps=4)
-    write_run(folder / "two", steps=3, seed=1)
-    file = sorted((folder / "one" / "rollouts").glob("*.parquet"))[-1]
-    rows = pq.read_table(file).to_pylist()
-    rows[0]["response_text"] = rows[0]["content"] = HOSTILE
-    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(file)), file)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def address(runs):
-    with served(runs) as address:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            state = json.load(urllib.request.urlopen(f"{address}/api/state"))
-            if state["reading"]["done"] == state["reading"]["total"] > 0:
-                break
-            time.sleep(0.2)
-        yield address
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as p:
-        browser = p.chromium.launch(
-            executable_path=os.environ.get("CHROMIUM", "/usr/bin/chromium"), args=["--no-sandbox"]
-        )
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser):
-    page = browser.new_page(viewport={"width": 1400, "height": 900})
-    errors: list[str] = []
-    page.on("pageerror", lambda e: errors.append(str(e)))
-    page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
-    yield page
-    page.close()
-    assert not errors
-
-
-def shot(page: Page, name: str) -> None:
-    SHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SHOTS / f"{name}.png")
-
-
-def rows_of(page: Page):
-    return page.locator("tbody tr[data-rid]")
 
 
 def test_metrics_of_several_runs_are_drawn_over_each_other(page, address):

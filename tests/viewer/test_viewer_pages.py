@@ -1,12 +1,16 @@
 """Group, comparison, findings, notes: the viewer's further pages in a real headless Chromium."""
 
+import json
 import re
+from pathlib import Path
 
+import pyarrow.parquet as pq
+from browsing import rows_of, served, shot
 from playwright.sync_api import Page, expect
-from test_viewer_browser import address, browser, page, rows_of, runs, shot  # noqa: F401
+from viewer_runs import write_run
 
 
-def test_samples_of_a_group_stand_side_by_side_and_part_at_a_mark(page: Page, address):  # noqa: F811
+def test_samples_of_a_group_stand_side_by_side_and_part_at_a_mark(page: Page, address):
     page.goto(f"{address}/#/rollouts?run=one&filter=step+%3D+1")
     rows_of(page).first.locator(".group-link").click()
     expect(page).to_have_url(re.compile("#/group/one/1/"))
@@ -31,7 +35,7 @@ def test_samples_of_a_group_stand_side_by_side_and_part_at_a_mark(page: Page, ad
     expect(page).to_have_url(re.compile("#/group/one/1/"))
 
 
-def test_a_cell_of_domain_and_effort_leads_to_its_rollouts(page: Page, address):  # noqa: F811
+def test_a_cell_of_domain_and_effort_leads_to_its_rollouts(page: Page, address):
     page.goto(f"{address}/#/cells?run=one&step=1")
     table = page.get_by_role("table", name="reward by domain and effort")
     expect(table.get_by_role("rowheader")).to_have_text(["agent", "arithmetic", "words"])
@@ -47,7 +51,7 @@ def test_a_cell_of_domain_and_effort_leads_to_its_rollouts(page: Page, address):
     expect(rows_of(page)).to_have_count(int(count))
 
 
-def test_a_finding_shows_as_many_rollouts_as_it_counts(page: Page, address):  # noqa: F811
+def test_a_finding_shows_as_many_rollouts_as_it_counts(page: Page, address):
     page.goto(f"{address}/#/findings?run=one")
     loops = page.locator(".finding[data-name=tool_loops]")
     expect(loops).to_be_visible()
@@ -58,7 +62,7 @@ def test_a_finding_shows_as_many_rollouts_as_it_counts(page: Page, address):  # 
     expect(rows_of(page)).to_have_count(count)
 
 
-def test_two_runs_are_compared_problem_by_problem(page: Page, address):  # noqa: F811
+def test_two_runs_are_compared_problem_by_problem(page: Page, address):
     page.goto(f"{address}/#/problems")
     page.get_by_label("against").select_option("two")
     expect(page).to_have_url(re.compile("with=two"))
@@ -81,3 +85,48 @@ def test_two_runs_are_compared_problem_by_problem(page: Page, address):  # noqa:
     page.get_by_role("article", name="Side A").get_by_role("link").click()
     expect(page).to_have_url(re.compile(r"#/rollout/one/\d+/\d+/1\?.*token="))
     expect(page.locator(".t.chosen")).to_be_visible()
+
+
+def flag(page: Page, base: str, place: str, name: str, comment: str = "") -> None:
+    page.goto(f"{base}/#/rollout/{place}")
+    expect(page.get_by_role("heading", name=f"sample {place[-1]}")).to_be_visible()
+    if comment:
+        page.get_by_label("Comment").fill(comment)
+        page.get_by_role("heading", name="Note").click()
+    page.keyboard.press({"good": "f", "bad": "b", "look": "l"}[name])
+    expect(page.locator(f"[data-flag={name}]")).to_have_attribute("aria-pressed", "true")
+
+
+def test_notes_are_listed_and_exported_for_training(page: Page, tmp_path):
+    write_run(tmp_path / "noted", steps=1)
+    with served(tmp_path / "noted") as base:
+        flag(page, base, "noted/0/0/0", "good", "<b>clear</b>, and right")
+        flag(page, base, "noted/0/0/1", "bad")
+        flag(page, base, "noted/0/1/2", "look")
+        page.get_by_role("link", name="Notes").click()
+        expect(page.locator(".note-item")).to_have_count(3)
+        expect(page.locator(".notes")).to_contain_text("<b>clear</b>, and right")
+        shot(page, "notes")
+        page.get_by_role("group", name="Flag").get_by_role("button", name="bad").click()
+        expect(page.locator(".note-item")).to_have_count(1)
+        lines = {form: saved_lines(page, form) for form in ("notes", "sft", "preference")}
+        assert sorted(n["flag"] for n in lines["notes"]) == ["bad", "good", "look"]
+        (talk,) = lines["sft"]
+        assert [m["role"] for m in talk["messages"]] == ["user", "assistant"]
+        stored = pq.read_table(tmp_path / "noted" / "rollouts" / "step-000000.parquet").to_pylist()
+        first = next(r for r in stored if r["draw"] == 0 and r["sample"] == 0)
+        assert talk["messages"][1]["content"] == first["content"]
+        assert talk["messages"][1]["reasoning_content"] == first["reasoning"]
+        (pair,) = lines["preference"]
+        assert pair["prompt"] == talk["messages"][:1]
+        assert pair["chosen"][0]["content"] == first["content"]
+        page.get_by_role("button", name="Take the note").click()
+        expect(page.locator(".note-item")).to_have_count(0)
+        page.get_by_role("group", name="Flag").get_by_role("button", name="look").click()
+        expect(page.locator(".note-item")).to_have_count(1)
+
+
+def saved_lines(page: Page, form: str) -> list[dict]:
+    with page.expect_download() as download:
+        page.locator(f"[data-form={form}]").click()
+    return [json.loads(line) for line in Path(download.value.path()).read_text().splitlines()]

@@ -8,6 +8,7 @@ import { showFindings } from "./findings.js";
 import { showGroup } from "./group.js";
 import { bindAlways, bindKeys, listenToKeys } from "./keys.js";
 import { address, changed, go, place } from "./router.js";
+import { showNotes } from "./notes.js";
 import { showProblem } from "./problem.js";
 import { showRollout } from "./rollout.js";
 import { runColor, showMetrics } from "./runs.js";
@@ -20,6 +21,7 @@ const VIEWS = {
   cells: ["Domain × effort", showCells],
   findings: ["Findings", showFindings],
   problems: ["Compare", showProblems],
+  notes: ["Notes", showNotes],
   problem: [null, showProblem],
   rollout: [null, showRollout],
   group: [null, showGroup],
