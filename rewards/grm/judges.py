@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import httpx
 
 from rewards.api import JudgeError
-from rewards.grm.protocol import TOOLS, Criterion, JudgeSession, as_data
+from rewards.grm.protocol import Criterion, JudgeSession, as_data
 
 RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 INSTRUCTIONS = (
@@ -42,7 +42,8 @@ Rule = Callable[[str, str], Mapping[str, float]]
 
 @dataclass
 class RuleJudge:
-    """A function in the judge's place, for tests, examples, and qualities that can be computed. ``delay_s`` and
+    """A function in the judge's place, for tests, examples, and qualities that can be computed. It is asked about a
+    candidate's text with the files behind it. ``delay_s`` and
     ``first_seat`` (added to the first candidate's scores) imitate what models do."""
 
     rule: Rule
@@ -56,6 +57,10 @@ class RuleJudge:
             x: json.loads(session.call("read_candidate", {"candidate": x}))["text"]
             for x in session.candidates
         }
+        for label, made in session.files.items():
+            for path in made:
+                read = json.loads(session.call("read_file", {"candidate": label, "path": path}))
+                texts[label] += f"\n\n{path}:\n{read['content']}"
         found = {label: dict(self.rule(session.question, text)) for label, text in texts.items()}
         own = [Criterion(name, "by rule") for name in next(iter(found.values()))]
         names = {c.name for c in own}
@@ -156,7 +161,7 @@ class EndpointJudge:
     async def _ask(self, messages: list[dict[str, Any]], session: JudgeSession) -> dict[str, Any]:
         self._within_budget()
         body = {
-            "model": self.model, "messages": messages, "tools": TOOLS, "temperature": self.temperature,
+            "model": self.model, "messages": messages, "tools": session.tools, "temperature": self.temperature,
             "max_tokens": self.max_tokens, **self.extra,
         }  # fmt: skip
         if self.steer:

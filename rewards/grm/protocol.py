@@ -1,11 +1,11 @@
 """The judge's compulsory protocol as a state machine: read, write a rubric, score every candidate, record.
 
-Source: spec/02 §5. A judge is an agent; a `JudgeSession` offers it four tools and nothing else. Steps out of order,
-missing or malformed are answered with the reason, a bounded number of times; then the session is void. A session
+Source: spec/02 §5. A judge is an agent; a `JudgeSession` offers it tools for these and nothing else. Steps out of
+order, missing or malformed are answered with the reason, a bounded number of times; then the session is void. A session
 without a record is void too: a verdict is never read out of prose, and what a candidate wrote reaches the judge as data
 only, as the answer to `read_candidate`, so that no text can take a step.
 
-    read      every candidate's text, in any order, at least once
+    read      every candidate's text, and every file it made, in any order, at least once
     rubric    criteria with weights; the problem's own must be among them
     scored    each candidate on each criterion, 0 to 10, with a justification
     recorded  the scorepad is closed; the winner follows from the scores
@@ -73,6 +73,8 @@ class JudgeSession:
     question: str
     candidates: Mapping[str, str]
     criteria: Sequence[Criterion] = ()
+    files: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What candidates made besides their text: label, path, content."""
     max_refusals: int = 3
     stage: Stage = Stage.READ
     rubric: list[Criterion] = field(default_factory=list)
@@ -84,6 +86,12 @@ class JudgeSession:
     cost: float = 0.0
     """Money, in the endpoint's currency."""
     _seen: set[str] = field(default_factory=set)
+    _opened: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """What the judge may call, as chat endpoints take it."""
+        return TOOLS if any(self.files.values()) else [t for t in TOOLS if t is not READ_FILE]
 
     def call(self, tool: str, arguments: Mapping[str, Any] | str) -> str:
         """Take one step; returns the answer for the judge. ``arguments``: a mapping, or JSON text as models write."""
@@ -125,6 +133,10 @@ class JudgeSession:
         unscored = [x for x in self.candidates if x not in self.scores]
         if self.stage is Stage.READ and unread:
             return _tool("read_candidate", "Read this candidate.", {"candidate": _one_of(unread[:1])})
+        if self.stage is Stage.READ and (left := self._unread_files()):
+            label, path = left[0]
+            where = {"candidate": _one_of([label]), "path": _one_of([path])}
+            return _tool("read_file", "Read this file of the candidate's.", where)
         if self.stage is Stage.READ:
             names = {"enum": [c.name for c in self.criteria]} if self.criteria else {"maxLength": 60}
             count = len(self.criteria) or 3
@@ -157,6 +169,7 @@ class JudgeSession:
     def _tool(self, name: str) -> Any:
         tools = {
             "read_candidate": self._read,
+            "read_file": self._read_file,
             "write_rubric": self._write_rubric,
             "score_candidate": self._score,
             "record": self._record,
@@ -168,11 +181,28 @@ class JudgeSession:
     def _read(self, arguments: Mapping[str, Any]) -> str:
         label = self._label(arguments)
         self._seen.add(label)
-        return as_data({"candidate": label, "text": self.candidates[label]})
+        made = self.files.get(label, {})
+        listed = {"files": {path: len(text) for path, text in made.items()}} if made else {}
+        return as_data({"candidate": label, "text": self.candidates[label], **listed})
+
+    def _read_file(self, arguments: Mapping[str, Any]) -> str:
+        label, path = self._label(arguments), arguments.get("path")
+        made = self.files.get(label, {})
+        if not isinstance(path, str) or path not in made:
+            raise Refused(f"candidate {label} has no such file; it has: {', '.join(made) or 'none'}")
+        self._opened.add((label, path))
+        return as_data({"candidate": label, "path": path, "content": made[path]})
+
+    def _unread_files(self) -> list[tuple[str, str]]:
+        return [(x, path) for x, made in self.files.items() for path in made if (x, path) not in self._opened]
 
     def _write_rubric(self, arguments: Mapping[str, Any]) -> str:
         if missing := [label for label in self.candidates if label not in self._seen]:
             raise Refused(f"read every candidate first; not read: {', '.join(missing)}")
+        if left := self._unread_files():
+            raise Refused(
+                f"read every file first; not read: {', '.join(f'{p} of {x}' for x, p in left[:10])}"
+            )
         if self.stage is not Stage.READ:
             raise Refused("the rubric is written and stays")
         rows = arguments.get("criteria")
@@ -292,8 +322,14 @@ def _one_of(labels: Sequence[str]) -> dict[str, Any]:
 
 
 _LABEL = {"type": "string", "description": "The candidate's label."}
+READ_FILE = _tool(
+    "read_file",
+    "Read a file that a candidate made. Read all of them first.",
+    {"candidate": _LABEL, "path": {"type": "string"}},
+)
 TOOLS = [
     _tool("read_candidate", "Read what a candidate wrote. Read all of them first.", {"candidate": _LABEL}),
+    READ_FILE,
     _tool(
         "write_rubric",
         "Write the rubric that every candidate is then scored by. Once, after all are read.",
@@ -323,4 +359,4 @@ TOOLS = [
     ),
     _tool("record", "Close the scorepad. Only after every candidate is scored.", {}),
 ]
-"""The four tools, as chat endpoints take them."""
+"""All tools, as chat endpoints take them."""

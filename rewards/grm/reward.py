@@ -53,14 +53,16 @@ class Court:
     question: str
     texts: Sequence[str]
     criteria: Sequence[Criterion] = ()
+    files: Sequence[Mapping[str, str]] = ()
     traces: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     async def pair(self, i: int, j: int) -> float | None:
         """Margin of candidate i, who sits first, over j; None where the judgement is void or failed."""
-        session = JudgeSession(
-            self.question, dict(zip(LABELS, (self.texts[i], self.texts[j]), strict=True)), self.criteria
-        )
+        pair = dict(zip(LABELS, (i, j), strict=True))
+        texts = {label: self.texts[k] for label, k in pair.items()}
+        files = {label: self.files[k] for label, k in pair.items()} if self.files else {}
+        session = JudgeSession(self.question, texts, self.criteria, files)
         try:
             await self.judge(session)
         except JudgeError as error:
@@ -117,7 +119,11 @@ async def grm(
     min_judged        least share of judgements that must stand, else the group is not scored
     """
     court = Court(
-        make_judge(judge), group[0].question, [s.content for s in group], _criteria(rubrics, criteria)
+        make_judge(judge),
+        group[0].question,
+        [s.content for s in group],
+        _criteria(rubrics, criteria),
+        [artifacts_of(s.trajectory) for s in group],
     )
     over = [_over(s.trajectory, s.problem.reference_length or reference_length, sigma) for s in group]
     try:
@@ -138,6 +144,12 @@ async def grm(
         )
         for i in range(len(group))
     ]
+
+
+def artifacts_of(trajectory: Trajectory) -> Mapping[str, str]:
+    """Path and content of the files that the trajectory's environment kept for judges, read in a fork of its sandbox
+    at the end (`artifacts` of a sandboxed environment)."""
+    return (trajectory.environment_state.get("environment") or {}).get("artifacts") or {}
 
 
 def _words(i: int, result: Result, ratings: Any) -> str:

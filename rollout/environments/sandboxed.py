@@ -11,14 +11,15 @@ A subclass says what the task is: `prepare` writes its files, `judge` gives the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from k3rl.errors import UserError, nearest
 from k3rl.types import Message, Problem, StopReason, ToolCall
 from rollout.environment import Opening, Reply, Turn, malformed_messages, tool_message
+from rollout.environments.artifacts import collect
 from rollout.environments.sandboxes import Sandboxes
 from rollout.environments.tools import (
     ANSWER,
@@ -30,17 +31,16 @@ from rollout.environments.tools import (
     call_tool,
     declaration,
 )
-from sandbox_client import Fleet, Sandbox, SandboxError
-from sandbox_client.errors import BrokenStream, FileMissing, InvalidRequest, SandboxNotFound
-from sandbox_client.fleet import Lease
+from sandbox_client import Fleet, Lease, Sandbox, SandboxError
+from sandbox_client.errors import BrokenStream, InvalidRequest, SandboxNotFound
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Json = dict[str, Any]
 
 MARK = "/tmp/.calls"
-"""File in a sandbox that outlives its worker: how many calls it has seen. It tells whether a sandbox that is found
-again is the one that the trajectory knows."""
+"""File in a sandbox: how many changing calls it has seen. It tells whether a sandbox that is found again is as the
+trajectory knows it."""
 SUBMIT = "submit"
 
 
@@ -48,15 +48,22 @@ class SandboxEnvironment:
     """An `Environment`. A turn without calls ends the trajectory, its text being the answer; so does ``submit``.
 
     ``tools`` are names of `rollout.environments.tools`; the other arguments are fields of `ToolLimits`.
+    ``artifacts`` are patterns of paths below the home folder: at the end such files are kept in the state, for judges.
     """
 
     uses_sandbox: ClassVar[bool] = True
     default_tools: ClassVar[tuple[str, ...]] = (*TOOLS, SUBMIT)
 
     def __init__(
-        self, problem: Problem, *, sandboxes: Sandboxes, tools: Sequence[str] = (), **limits: Any
+        self,
+        problem: Problem,
+        *,
+        sandboxes: Sandboxes,
+        tools: Sequence[str] = (),
+        artifacts: Sequence[str] = (),
+        **limits: Any,
     ) -> None:
-        self.problem, self.tools = problem, tuple(tools or self.default_tools)
+        self.problem, self.tools, self.artifacts = problem, tuple(tools or self.default_tools), artifacts
         self._declared = [declaration(name) for name in self.tools]
         timeout_s = sandboxes.tool_timeout_s
         fields = ToolLimits.__dataclass_fields__
@@ -115,7 +122,7 @@ class SandboxEnvironment:
         self._journal = [list(entry) for entry in state.get("journal", ())]
         self._snapshot, self._saved = state.get("snapshot", ""), state.get("saved", 0)
         self._replayed = state.get("replayed", 0)
-        self._end = {k: state[k] for k in ("answer", "score") if k in state}
+        self._end = {k: state[k] for k in ("answer", "score", "artifacts") if k in state}
 
     async def close(self) -> None:
         if self._lease is not None:
@@ -144,12 +151,13 @@ class SandboxEnvironment:
         if self._lease is None or not self._journal or (self._snapshot and self._saved == len(self._journal)):
             return
         try:
+            fleet = await self._sandboxes.fleet()
             async with self._lease.awake() as sandbox:
-                made = await sandbox.snapshot()
+                self._snapshot = await fleet.take_snapshot(sandbox)
         except SandboxError as error:  # the calls bring it back all the same
             log.warning("problem %s: no snapshot: %s", self.problem.id, error)
             return
-        self._snapshot, self._saved = made.id, len(self._journal)
+        self._saved = len(self._journal)
 
     async def leave(self) -> None:
         if self._lease is not None and self._sandboxes.survive:
@@ -192,13 +200,11 @@ class SandboxEnvironment:
         async with (await self._hold()).awake() as sandbox:
             if name in CHANGING:
                 await self._mark(sandbox, len(self._journal) + 1)
-            began = time.monotonic()
             try:
                 result = await call_tool(sandbox, self.limits, name, arguments)
             except ToolError:  # it may have changed something all the same
                 self._note(name, arguments)
                 raise
-            self._sandboxes.exec_s.append(time.monotonic() - began)
         self._note(name, arguments)
         return result
 
@@ -210,6 +216,9 @@ class SandboxEnvironment:
     async def _over(self, answer: str, reason: StopReason) -> Reply:
         score = float(await self._patiently(lambda: self.judge(answer)))
         self._end = {"answer": answer, "score": score}
+        if self.artifacts:
+            read = functools.partial(collect, patterns=self.artifacts)
+            self._end["artifacts"] = await self._patiently(lambda: self.in_fork(read))
         return Reply(done=True, stop_reason=reason)
 
     async def _patiently(self, what: Callable[[], Awaitable[T]]) -> T:
@@ -243,7 +252,7 @@ class SandboxEnvironment:
         return self._lease
 
     async def _found(self, fleet: Fleet) -> Lease | None:
-        """Itself, if it has seen the calls we know of and no other; else from its snapshot."""
+        """Itself, if it has seen the calls we know of and no other; else one made from the snapshot."""
         if not self._record or not (self._snapshot or self._sandboxes.survive):
             return None
         record = self._record | ({"snapshot": self._snapshot} if self._snapshot else {})
@@ -253,23 +262,21 @@ class SandboxEnvironment:
             except (SandboxNotFound, InvalidRequest):
                 return None
             lease.snapshot = ""  # snapshots belong to checkpoints, not to the lease
-            itself = lease.sandbox.id == record["id"]
-            if not itself:
-                return await self._replayed_on(lease, self._saved)
-            if await self._is_current(lease):
+            seen = await self._seen(lease)
+            if seen == len(self._journal):
                 return lease
+            if lease.sandbox.id != record["id"] and seen == self._saved:
+                return await self._replayed_on(lease, self._saved)
             await lease.release()  # it went on after the state that we have: killed, so that the next is new
         return None
 
-    async def _is_current(self, lease: Lease) -> bool:
+    async def _seen(self, lease: Lease) -> int:
+        """Calls that a sandbox has seen; -1 where the policy's own code put something else in the mark's place."""
         async with lease.awake() as sandbox:
             try:
-                seen = await sandbox.read_file(MARK, limit_bytes=32)
-            except FileMissing:
-                seen = b"0"
-            except InvalidRequest:  # the policy's own code put something else there
-                return False
-        return seen.strip() == str(len(self._journal)).encode()
+                return int(await sandbox.read_file(MARK, limit_bytes=32))
+            except (*POLICY_FAULTS, ValueError):
+                return -1
 
     async def _made(self, fleet: Fleet) -> Lease:
         lease = await fleet.acquire(self.problem.id)
