@@ -18,6 +18,7 @@ from k3rl.chat import Renderer
 from k3rl.errors import UserError
 from k3rl.viewer.columns import TEXTS
 from k3rl.viewer.index import Index, RolloutFile, as_json
+from k3rl.viewer.turns import special_ids, tool_calls
 from rewards.stored import renderer_of_run
 
 _TOKEN_COLUMNS = (
@@ -93,7 +94,10 @@ def group(index: Index, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tokens(values: dict[str, Any], renderer: Renderer | None) -> dict[str, Any]:
-    """Per-token columns as lists as long as the response; null where a token has no number or the run has none."""
+    """Per-token columns as lists as long as the response; null where a token has no number or the run has none.
+
+    ``special``: ids that are structure tokens. ``calls``: tool calls by the first token of their turn.
+    """
     ids, prompt = values.get("response_ids") or [], values.get("prompt_ids") or []
     out: dict[str, Any] = {"ids": ids, "prompt_ids": prompt, "decoded": renderer is not None}
     for name in _TOKEN_COLUMNS:
@@ -104,6 +108,8 @@ def tokens(values: dict[str, Any], renderer: Renderer | None) -> dict[str, Any]:
     pieces = Pieces(renderer)
     out["text"] = pieces.of(ids)
     out["prompt_pieces"] = pieces.of(prompt)
+    out["special"] = special_ids(renderer, [*ids, *prompt])
+    out["calls"] = as_json(tool_calls(renderer, values))
     return out
 
 

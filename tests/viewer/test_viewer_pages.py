@@ -130,3 +130,56 @@ def saved_lines(page: Page, form: str) -> list[dict]:
     with page.expect_download() as download:
         page.locator(f"[data-form={form}]").click()
     return [json.loads(line) for line in Path(download.value.path()).read_text().splitlines()]
+
+
+def first_with(folder: Path, test) -> str:
+    """The address of a stored rollout that passes a test."""
+    for file in sorted((folder / "rollouts").glob("*.parquet")):
+        for r in pq.read_table(file).to_pylist():
+            if test(r):
+                return f"{folder.name}/{r['step']}/{r['draw']}/{r['sample']}"
+    raise AssertionError("there is no such rollout")
+
+
+def test_tool_calls_are_read_and_structure_is_told_from_text(page: Page, address, runs):
+    place = first_with(runs / "one", lambda r: r["domain"] == "agent" and r["turns"] == 2 and r["sample"] == 1)
+    page.goto(f"{address}/#/rollout/{place}")
+    expect(page.locator(".call b").first).to_have_text("add")
+    expect(page.locator(".arguments").first).to_contain_text("3")
+    shot(page, "reading")
+    page.locator("[data-mode=raw]").click()
+    response = page.locator(".raw").nth(1)
+    expect(response.locator(".special").first).to_have_text("<|close|>")
+    assert page.locator("main img, main script").count() == 0
+    expect(response).to_contain_text("<img src=x")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy as a reproducible prompt").click()
+    expect(page.get_by_role("status").last).to_contain_text("Prompt copied")
+    copied = json.loads(page.evaluate("navigator.clipboard.readText()"))
+    assert copied["prompt_ids"]
+    assert copied["messages"][0]["role"] == "user"
+    assert copied["config"]["model.path"] == "k3-nano"
+
+
+def test_what_was_written_in_the_looks_of_a_token_is_no_token(page: Page, address, runs):
+    place = first_with(runs / "one", lambda r: "<|open|>" in r["content"] and r["response_ids"])
+    page.goto(f"{address}/#/rollout/{place}")
+    said = page.locator(".channel.response .prose")
+    expect(said).to_contain_text("<|open|>")
+    expect(said.locator(".special")).to_have_count(0)
+    page.locator("[data-mode=tokens]").click()
+    expect(page.locator(".t.special", has_text="<|close|>").first).to_be_visible()
+    assert page.title() == "k3rl view"
+
+
+def test_a_judges_trace_is_laid_open(page: Page, address, runs):
+    place = first_with(runs / "one", lambda r: r["domain"] == "words" and r["judge_trace_json"])
+    page.goto(f"{address}/#/rollout/{place}")
+    judge = page.locator(".card", has=page.get_by_role("heading", name="Judge"))
+    expect(judge).to_contain_text("correct")
+    judge.get_by_text("Scorepad").click()
+    expect(judge).to_contain_text("First I read both answers.")
+    judge.locator(".judgement summary").first.click()
+    expect(judge).to_contain_text("The sum is right.")
+    expect(judge).to_contain_text("(this one)")
+    assert page.locator("main img").count() == 0

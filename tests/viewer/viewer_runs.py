@@ -28,7 +28,7 @@ from k3rl.types import (
 )
 
 RENDERER = load_renderer("k3-nano")
-HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script><|open|>"
 TOOLS = [
     {
         "type": "function",
@@ -286,6 +286,18 @@ def _judge_trace(t: Trajectory, rng: random.Random) -> dict[str, Any]:
                 "winner": "a",
                 "swapped": "a",
             },
+        ],
+        "candidate": t.sample,
+        "judgements": [
+            {
+                "first": t.sample,
+                "second": (t.sample + 1) % 4,
+                "stage": "recorded",
+                "scores": {"A": {"correct": 9.0}, "B": {"correct": 4.0}},
+                "justifications": {"A": "The sum is right.", "B": HOSTILE},
+                "steps": [{"tool": "record", "accepted": True}],
+                "tokens": 120,
+            }
         ],
     }
 

@@ -26,13 +26,29 @@ function card(title, ...body) {
 function rewardCard({ row, texts }) {
   const parts = Object.entries(row.reward_components ?? {});
   const range = [Math.min(0, ...parts.map(([, v]) => v)), Math.max(1e-9, ...parts.map(([, v]) => v))];
+  const { of, rest } = explanations(texts.reward_explanation, parts.map(([name]) => name));
+  const line = ([name, value]) => [h("div", { class: "component" }, h("span", { title: name }, name), meter(value, range, `${name}: ${number(value)}`), h("b", {}, number(value))), of.has(name) ? h("div", { class: "explained" }, longText(of.get(name))) : null];
   return card(
     "Reward",
     h("div", { class: "big" }, row.reward === null ? h("span", { class: "tag bad" }, row.reward_outcome ?? "not scored") : number(row.reward, 4), row.advantage === null ? null : h("span", { class: `advantage ${row.advantage > 0 ? "positive" : row.advantage < 0 ? "negative" : ""}` }, `advantage ${row.advantage > 0 ? "+" : ""}${number(row.advantage, 4)}`)),
-    parts.map(([name, value]) => h("div", { class: "component" }, h("span", {}, name), meter(value, range, `${name}: ${number(value)}`), h("b", {}, number(value)))),
-    texts.reward_explanation ? h("div", { class: "explanation" }, longText(texts.reward_explanation)) : null,
+    parts.map(line),
+    rest ? h("div", { class: "explanation" }, longText(rest)) : null,
     row.group_size > 1 ? h("p", { class: "faint" }, `group of ${row.group_size}: mean ${number(row.group_reward_mean)}, spread ${number(row.group_reward_std)}`) : null,
   );
+}
+
+/** Explanations are written as `part: why`, a part a line; lines that name no part belong to the one before. */
+export function explanations(text, names) {
+  const of = new Map();
+  const rest = [];
+  let now = null;
+  for (const line of (text ?? "").split("\n")) {
+    const named = names.find((name) => line.startsWith(`${name}: `));
+    if (named) of.set((now = named), line.slice(named.length + 2));
+    else if (now) of.set(now, `${of.get(now)}\n${line}`);
+    else if (line) rest.push(line);
+  }
+  return { of, rest: rest.join("\n") };
 }
 
 function lengthCard(row) {
@@ -69,12 +85,13 @@ function segmentCard({ tokens, row }, onToken) {
 function judgeCard(trace) {
   if (trace === null || trace === undefined) return null;
   if (typeof trace !== "object" || Array.isArray(trace)) return tree("Judge", trace);
-  const { rubric, scorepad, pairs, ...rest } = trace;
+  const { rubric, scorepad, pairs, judgements, ...rest } = trace;
   return card(
     "Judge",
     Array.isArray(rubric) ? h("table", { class: "plain small" }, h("thead", {}, h("tr", {}, ["criterion", "weight", "score"].map((n) => h("th", {}, n)))), h("tbody", {}, rubric.map(criterion))) : rubric ? treeNode("rubric", rubric) : null,
     scorepad ? h("details", {}, h("summary", {}, "Scorepad"), typeof scorepad === "string" ? longText(scorepad) : treeNode("scorepad", scorepad)) : null,
     Array.isArray(pairs) ? h("details", { open: true }, h("summary", {}, `${pairs.length} pairs`), h("ul", { class: "pairs" }, pairs.map(pair))) : null,
+    Array.isArray(judgements) ? judgements.map((j, i) => judgement(j, i, trace.candidate)) : null,
     Object.keys(rest).length ? treeNode("more", rest) : null,
   );
 }
@@ -82,6 +99,19 @@ function judgeCard(trace) {
 function criterion(c) {
   if (typeof c !== "object" || c === null) return h("tr", {}, h("td", { colspan: 3 }, String(c)));
   return [h("tr", {}, h("td", {}, c.name ?? c.criterion ?? "–"), h("td", { class: "number" }, number(c.weight)), h("td", { class: "number" }, number(c.score))), c.reason ? h("tr", {}, h("td", { colspan: 3, class: "faint" }, c.reason)) : null];
+}
+
+/** One sitting of the judge: what it wrote down for each side, and every step it took. */
+function judgement(j, i, candidate) {
+  if (typeof j !== "object" || j === null) return h("div", {}, String(j));
+  const sides = Object.entries(j.scores ?? {}).map(([side, scores]) => {
+    const who = { A: j.first, B: j.second }[side];
+    const why = j.justifications?.[side];
+    return h("div", { class: "judged" }, h("b", {}, `${side}${who === undefined ? "" : `, sample ${who}`}${who === candidate ? " (this one)" : ""}`), h("div", {}, Object.entries(scores ?? {}).map(([name, score]) => h("span", { class: "fact" }, `${name} `, h("b", {}, number(score)), " "))), why ? h("div", { class: "faint" }, longText(typeof why === "string" ? why : JSON.stringify(why))) : null);
+  });
+  const { scores, justifications, ...more } = j;
+  const title = j.first === undefined ? `judgement ${i + 1}` : `${j.first} against ${j.second}`;
+  return h("details", { class: "judgement" }, h("summary", {}, title, j.stage && j.stage !== "recorded" ? h("span", { class: "tag warn" }, j.stage) : null), sides, treeNode("how", more));
 }
 
 function pair(p) {

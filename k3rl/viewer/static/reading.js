@@ -1,6 +1,7 @@
 // A rollout as a person reads it: messages of the prompt, then turns, each by channel.
 
 import { h, number } from "./dom.js";
+import { marked, specials } from "./special.js";
 
 const NAMES = { think: "thinking", response: "response", tool_call: "tool call", observation: "observation", structure: "structure" };
 const LONG = 12000;
@@ -21,7 +22,7 @@ export function segments(tokens) {
 export function turns(tokens) {
   const found = [];
   for (const s of segments(tokens)) {
-    if (!found.length || found.at(-1).sampled !== s.sampled) found.push({ sampled: s.sampled, parts: [] });
+    if (!found.length || found.at(-1).sampled !== s.sampled) found.push({ sampled: s.sampled, start: s.start, parts: [] });
     const parts = found.at(-1).parts;
     const text = tokens.text.slice(s.start, s.end).join("");
     if (parts.length && parts.at(-1).channel === s.channel) {
@@ -63,14 +64,10 @@ export function contentText(content) {
 }
 
 export function responseView(whole, { structure = false, onToken = null } = {}) {
-  const { tokens, texts } = whole;
-  if (!tokens.ids.length || !tokens.decoded) {
-    const parts = [];
-    if (texts.reasoning) parts.push(channelBox("think", longText(texts.reasoning)));
-    if (texts.content) parts.push(channelBox("response", longText(texts.content)));
-    else if (texts.response_text) parts.push(channelBox("response", longText(texts.response_text)));
-    return parts.length ? bubble("turn policy", "policy", parts) : h("p", { class: "faint" }, "The response is empty.");
-  }
+  const { tokens } = whole;
+  if (!tokens.ids.length || !tokens.decoded) return untokenised(whole);
+  const special = specials(tokens);
+  const calls = new Map((tokens.calls ?? []).map((t) => [t.start, t.calls]));
   return turns(tokens).map((turn) =>
     bubble(
       `turn ${turn.sampled ? "policy" : "environment"}`,
@@ -78,9 +75,30 @@ export function responseView(whole, { structure = false, onToken = null } = {}) 
       turn.parts
         .filter((p) => structure || p.channel !== "structure")
         .filter((p) => p.text.trim() || p.channel === "structure")
-        .map((p) => channelBox(p.channel, longText(p.text), p, onToken)),
+        .map((p) => channelBox(p.channel, partBody(p, tokens, special, structure ? undefined : calls.get(turn.start)), p, onToken)),
     ),
   );
+}
+
+/** Rows that other programs wrote, and runs without their tokenizer: messages where there are any, else texts. */
+function untokenised({ texts, traces }) {
+  if (Array.isArray(traces.turns) && traces.turns.length) return traces.turns.map((m) => bubble(`turn ${m.role === "assistant" ? "policy" : "environment"}`, m.role, messageBody(m)));
+  const parts = [];
+  if (texts.reasoning) parts.push(channelBox("think", longText(texts.reasoning)));
+  if (texts.content || texts.response_text) parts.push(channelBox("response", longText(texts.content || texts.response_text)));
+  return parts.length ? bubble("turn policy", "policy", parts) : h("p", { class: "faint" }, "The response is empty.");
+}
+
+/** Calls are shown as calls; what the format cannot read, and everything else, as its text. */
+function partBody(part, tokens, special, calls) {
+  if (part.channel === "tool_call" && calls) return calls.map(callBox);
+  if (part.text.length > LONG) return longText(part.text);
+  return h("div", { class: "prose" }, marked(tokens.ids, tokens.text, special, part.start, part.end));
+}
+
+function callBox({ name, arguments: given, malformed, raw }) {
+  const rows = Object.entries(given ?? {}).map(([key, value]) => [h("dt", {}, key), h("dd", {}, typeof value === "string" ? value : JSON.stringify(value))]);
+  return h("div", { class: "call" }, h("b", {}, name), malformed ? h("span", { class: "tag bad" }, malformed) : null, raw ? h("pre", {}, raw) : null, rows.length ? h("dl", { class: "arguments" }, rows) : null);
 }
 
 function bubble(kind, who, body) {

@@ -7,8 +7,11 @@ import { factsPanel } from "./facts.js";
 import { bindKeys } from "./keys.js";
 import { readingView } from "./reading.js";
 import { address, changed, go, groupAddress, listParameters, place, problemAddress, rolloutAddress } from "./router.js";
+import { marked, specials } from "./special.js";
 import { tokenView } from "./tokens.js";
 
+const MARKED = 20000;
+const LONGEST = 60000;
 const MODES = { read: "Read", tokens: "Tokens", raw: "Exact" };
 
 export async function showRollout(main, { here, current }) {
@@ -87,22 +90,33 @@ function drawWalk(walk, { place: at, previous, next }, list) {
 }
 
 function rawView(whole) {
-  const { tokens, texts, row } = whole;
-  const section = (title, text, copy) => h("section", { class: "raw" }, h("div", { class: "channel-head" }, h("h3", {}, title), button("Copy", () => copyText(copy ?? text, title), { class: "quiet" })), h("pre", {}, clipped(text)));
-  const reproducible = { problem_id: row.problem_id, effort: row.effort, messages: whole.traces.messages, prompt_ids: tokens.prompt_ids, prompt_text: texts.prompt_text };
+  const { tokens, texts } = whole;
+  const special = specials(tokens);
+  const section = (title, content, copy) => h("section", { class: "raw" }, h("div", { class: "channel-head" }, h("h3", {}, title), button("Copy", () => copyText(copy, title), { class: "quiet", "aria-label": `Copy ${title}` })), h("pre", {}, content));
+  const exact = (ids, pieces, text) => (tokens.decoded && ids.length && ids.length <= MARKED ? marked(ids, pieces, special) : clipped(text));
+  const said = texts.response_text || texts.content;
   return h(
     "div",
     {},
-    h("div", { class: "bar" }, button("Copy as a reproducible prompt", () => copyText(JSON.stringify(reproducible, null, 1), "Prompt"), { title: "Messages, exact text and ids, as JSON" })),
-    section("Prompt, exact", texts.prompt_text),
-    section("Response, exact", texts.response_text || texts.content),
-    tokens.prompt_ids.length ? section("Prompt ids", tokens.prompt_ids.join(" "), JSON.stringify(tokens.prompt_ids)) : null,
-    tokens.ids.length ? section("Response ids", tokens.ids.join(" "), JSON.stringify(tokens.ids)) : null,
+    h("div", { class: "bar" }, button("Copy as a reproducible prompt", () => copyPrompt(whole), { title: "Messages, exact text, ids and sampling, as JSON" }), special.size ? h("span", { class: "faint" }, "Structure tokens are ", h("span", { class: "special" }, "marked"), "; text that only looks like one is not.") : null),
+    section("Prompt, exact", exact(tokens.prompt_ids, tokens.prompt_pieces, texts.prompt_text), texts.prompt_text),
+    section("Response, exact", exact(tokens.ids, tokens.text, said), said),
+    tokens.prompt_ids.length ? section("Prompt ids", clipped(tokens.prompt_ids.join(" ")), JSON.stringify(tokens.prompt_ids)) : null,
+    tokens.ids.length ? section("Response ids", clipped(tokens.ids.join(" ")), JSON.stringify(tokens.ids)) : null,
   );
 }
 
+/** All that it takes to sample from here again: what was asked, exactly, of which model, and how it was sampled. */
+async function copyPrompt({ row, traces, tokens, texts }) {
+  const wanted = (key) => /^(model|models|seed)\b/.test(key) || /(temperature|top_p|top_k|max_tokens|sampling)/.test(key);
+  const config = bundle ? { rows: [] } : await get("configs", { run: [row.run] }).catch(() => ({ rows: [] }));
+  const asked = Object.fromEntries(["run", "step", "draw", "sample", "policy_version", "problem_id", "effort", "budget_tokens"].map((name) => [name, row[name]]));
+  const settings = Object.fromEntries(config.rows.filter((r) => r.set[0] && wanted(r.key)).map((r) => [r.key, r.values[0]]));
+  await copyText(JSON.stringify({ ...asked, config: settings, messages: traces.messages, prompt_text: texts.prompt_text, prompt_ids: tokens.prompt_ids }, null, 1), "Prompt");
+}
+
 function clipped(text) {
-  return text.length <= 60000 ? text : `${text.slice(0, 60000)}\n… ${number(text.length - 60000)} more characters; Copy takes all of it`;
+  return text.length <= LONGEST ? text : `${text.slice(0, LONGEST)}\n… ${number(text.length - LONGEST)} more characters; Copy takes all of it`;
 }
 
 function notePanel(row) {

@@ -2,6 +2,7 @@
 
 import { available, COLOURINGS, colouring, scaleOf, values } from "./colour.js";
 import { button, h, number, replace } from "./dom.js";
+import { specials } from "./special.js";
 
 const BLOCK = 240;
 const SLACK = 80;
@@ -16,6 +17,7 @@ export function tokenView(tokens, { colour, chosen, onChoose, onColour }) {
   let all = values(tokens, by);
   let scale = scaleOf(by, all);
   let at = chosen;
+  const special = specials(tokens);
   const legend = h("div", { class: "token-legend" });
   const text = h("div", { class: "token-text", role: "document", "aria-label": "Tokens of the response", tabindex: 0 });
   const inspector = h("div", { class: "inspector", "aria-live": "polite" });
@@ -39,7 +41,7 @@ export function tokenView(tokens, { colour, chosen, onChoose, onColour }) {
     for (let i = block.start; i < block.end; i++) {
       const before = lastVersion(tokens, i);
       const now = tokens.policy_versions?.[i];
-      if (before !== null && now !== null && now !== undefined && now !== before) pieces.push(h("span", { class: "resumed", title: "paused here, and resumed by newer weights" }, `⏸ resumed by version ${now}`));
+      if (before !== null && now !== null && now !== undefined && now !== before) pieces.push(h("span", { class: "resumed", title: "paused here, and resumed by newer weights" }, `‖ resumed by version ${now}`));
       pieces.push(token(i));
     }
     replace(block.element, pieces);
@@ -50,7 +52,7 @@ export function tokenView(tokens, { colour, chosen, onChoose, onColour }) {
   function token(i) {
     const piece = tokens.text[i];
     const channel = tokens.channels?.[i] ?? "";
-    const element = h("span", { class: `t ${channel} ${tokens.sampled_mask?.[i] === false ? "given" : ""} ${i === at ? "chosen" : ""}`, dataset: { i } }, piece === "" ? "·" : piece.replace(/[\n\t\r]/g, (c) => VISIBLE[c]));
+    const element = h("span", { class: `t ${channel} ${special.has(tokens.ids[i]) ? "special" : ""} ${tokens.sampled_mask?.[i] === false ? "given" : ""} ${i === at ? "chosen" : ""}`, dataset: { i } }, piece === "" ? "·" : piece.replace(/[\n\t\r]/g, (c) => VISIBLE[c]));
     const color = scale.paint(all[i]);
     if (color) element.style.backgroundColor = color;
     return element;
@@ -172,6 +174,7 @@ function details(tokens, i) {
     fact("token", i),
     fact("id", String(tokens.ids[i])),
     fact("channel", tokens.channels?.[i]?.replace("_", " ")),
+    tokens.special?.includes(tokens.ids[i]) ? h("span", { class: "tag" }, "structure token") : null,
     tokens.sampled_mask?.[i] === false ? h("span", { class: "tag" }, "not sampled") : null,
     fact("log-prob", logprob),
     typeof logprob === "number" ? fact("p", `${number(100 * Math.exp(logprob), 2)} %`) : null,
