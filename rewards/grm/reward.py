@@ -26,7 +26,7 @@ from rewards.api import JudgeError, Score, Scored, reward
 from rewards.grm.judges import EndpointJudge, Judge, RuleJudge
 from rewards.grm.protocol import Criterion, JudgeSession
 from rewards.grm.ratings import MAPPINGS, rewards_of
-from rewards.grm.tournament import KINDS, Pair, Result, play
+from rewards.grm.tournament import BOTH_OVER, KINDS, Pair, Result, play
 
 LABELS = ("A", "B")
 URL_VARIABLE, KEY_VARIABLE = "K3RL_JUDGE_URL_", "K3RL_JUDGE_KEY_"
@@ -80,12 +80,16 @@ def check_arguments(
     judge: Mapping[str, Any],
     tournament: str = "swiss",
     mapping: str = "win_rate",
+    both_over: str = "tie",
     rubrics: Sequence[str] = (),
     criteria: Sequence[Mapping[str, Any]] = (),
     **_: Any,
 ) -> None:
     """Before a run starts. Raises `UserError` naming what cannot work."""
-    for what, given, known in (("tournament", tournament, KINDS), ("mapping", mapping, MAPPINGS)):
+    choices = (
+        ("tournament", tournament, KINDS), ("mapping", mapping, MAPPINGS), ("both_over", both_over, BOTH_OVER)
+    )  # fmt: skip
+    for what, given, known in choices:
         if given not in known:
             raise UserError(f"grm.{what}: there is no '{given}'{nearest(given, known)}")
     _criteria(rubrics, criteria)
@@ -101,6 +105,7 @@ async def grm(
     mapping: str = "win_rate",
     rounds: int | None = None,
     sigma: float | None = None,
+    both_over: str = "tie",
     prior: float = 1.0,
     rubrics: Sequence[str] = (),
     criteria: Sequence[Mapping[str, Any]] = (),
@@ -114,7 +119,8 @@ async def grm(
     tournament        ``all_pairs``, ``swiss`` or ``elimination``; ``rounds``: of Swiss
     mapping           ``win_rate`` (0 to 1), ``rating`` (Bradley-Terry, with ``prior``) or ``rank`` (0 to 1)
     sigma             over sigma x l0 sampled tokens a candidate loses without a call; l0 is the problem's
-                      ``reference_length``, or the argument of that name
+                      ``reference_length``, or the argument of that name. ``both_over``: what a pair of two such
+                      candidates is, ``tie``, won by the ``shorter``, or ``unplayed``
     rubrics           ``core``, ``prescriptive``; ``criteria``: the problem's own, ``{name, description, weight}``
     min_judged        least share of judgements that must stand, else the group is not scored
     """
@@ -127,7 +133,7 @@ async def grm(
     )
     over = [_over(s.trajectory, s.problem.reference_length or reference_length, sigma) for s in group]
     try:
-        result = await play(tournament, len(group), court.pair, rounds, over)
+        result = await play(tournament, len(group), court.pair, rounds, over, both_over)
     finally:
         await court.judge.close()
     health = result.health()
@@ -138,7 +144,11 @@ async def grm(
     return [
         Score(
             float(rewards[i]),
-            {"rating": float(ratings[i]), "over_length": float(over[i]), **_shared(result, court, ratings)},
+            {
+                "rating": float(ratings[i]),
+                "over_length": float(over[i] > 0),
+                **_shared(result, court, ratings),
+            },
             explanation=_words(i, result, ratings),
             trace=json.dumps(_trace_of(i, result, court), ensure_ascii=False),
         )
@@ -195,13 +205,13 @@ def _criteria(rubrics: Sequence[str], own: Sequence[Mapping[str, Any]]) -> list[
     return out
 
 
-def _over(trajectory: Trajectory, reference: float | None, sigma: float | None) -> bool:
-    """Beyond the length limit (spec/02 §5): sampled tokens of the whole response."""
+def _over(trajectory: Trajectory, reference: float | None, sigma: float | None) -> float:
+    """Tokens beyond the length limit (spec/02 §5), of the sampled tokens of the whole response."""
     if sigma is None:
-        return False
+        return 0.0
     if reference is None:
         raise UserError("grm.sigma needs reference lengths: give the problems 'reference_length'")
-    return trajectory.sampled_tokens > sigma * reference
+    return max(0.0, trajectory.sampled_tokens - sigma * reference)
 
 
 def _shared(result: Result, court: Court, ratings: Any) -> dict[str, float]:

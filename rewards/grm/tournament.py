@@ -84,20 +84,34 @@ class Result:
         return out
 
 
+BOTH_OVER = ("tie", "shorter", "unplayed")
+
+
 async def play(
-    kind: str, count: int, judge_pair: JudgePair, rounds: int | None = None, over: Sequence[bool] = ()
+    kind: str,
+    count: int,
+    judge_pair: JudgePair,
+    rounds: int | None = None,
+    over: Sequence[float] = (),
+    both_over: str = "tie",
 ) -> Result:
-    """``rounds``: of Swiss, else `swiss_rounds`. ``over``: candidates beyond the length limit. They lose to all others
-    and tie with one another, and no judgement is spent on them."""
+    """``rounds``: of Swiss, else `swiss_rounds`. ``over``: tokens beyond the length limit, 0 for those within. Who is
+    over loses to all within; two that are over tie (``both_over``), or the ``shorter`` wins, or they do not meet.
+    No judgement is spent on them."""
     if kind not in KINDS:
         raise UserError(f"grm: no tournament '{kind}'{nearest(kind, KINDS)}")
     result = Result(count)
-    out = list(over) or [False] * count
+    out = list(over) or [0.0] * count
     inside = [i for i in range(count) if not out[i]]
     for i in range(count):
         for j in range(i + 1, count):
-            if out[i] or out[j]:
-                result.given.append((i, j, 0.5 if out[i] and out[j] else float(out[j])))
+            if not out[i] or not out[j]:
+                if out[i] or out[j]:
+                    result.given.append((i, j, float(bool(out[j]))))
+            elif both_over == "tie" or (both_over == "shorter" and out[i] == out[j]):
+                result.given.append((i, j, 0.5))
+            elif both_over == "shorter":
+                result.given.append((i, j, float(out[i] < out[j])))
     if kind == "all_pairs":
         await _judge(result, [(i, j) for n, i in enumerate(inside) for j in inside[n + 1 :]], judge_pair)
     elif kind == "swiss":

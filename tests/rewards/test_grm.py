@@ -253,6 +253,15 @@ def test_too_long_candidates_lose_to_all_without_a_call_and_tie_with_one_another
     assert np.ptp(bradley_terry(3, nobody.played)) == 0
 
 
+def test_two_that_are_too_long_by_config():
+    shorter = asyncio.run(play("swiss", 4, Sure(), over=[9.0, 0.0, 2.0, 2.0], both_over="shorter"))
+    ratings = bradley_terry(4, shorter.played)
+    assert ratings[2] == pytest.approx(ratings[3])
+    assert ratings[1] > ratings[2] > ratings[0]
+    unplayed = asyncio.run(play("swiss", 3, Sure(), over=[9.0, 0.0, 2.0], both_over="unplayed"))
+    assert sorted((i, j) for i, j, _ in unplayed.played) == [(0, 1), (1, 2)]
+
+
 def test_void_judgements_leave_the_other_order_or_nothing():
     async def some(i: int, j: int) -> float | None:
         return None if (i, j) in ((0, 1), (1, 2), (2, 1)) else float(j - i)
