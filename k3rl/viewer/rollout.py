@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -18,8 +19,8 @@ from k3rl.chat import Renderer
 from k3rl.errors import UserError
 from k3rl.viewer.columns import TEXTS
 from k3rl.viewer.index import Index, RolloutFile, as_json
+from k3rl.viewer.tokenizer import tokenizer_of
 from k3rl.viewer.turns import special_ids, tool_calls
-from rewards.stored import renderer_of_run
 
 _TOKEN_COLUMNS = (
     "sampled_mask",
@@ -30,6 +31,7 @@ _TOKEN_COLUMNS = (
     "teacher_logprobs",
     "token_advantages",
 )
+_FLOATS = {"logprobs", "trainer_logprobs", "teacher_logprobs", "token_advantages"}
 _JSON_COLUMNS = ("messages_json", "timings_json", "judge_trace_json", "sandbox_json", "turns_json")
 _TEXT_COLUMNS = ("prompt_text", "response_text", "reasoning", "content", "reward_explanation")
 _LONGEST_CHARACTER = 4
@@ -62,7 +64,7 @@ def rollout(index: Index, rid: int) -> dict[str, Any]:
         "file": file.path.name,
         "row": row,
         "texts": {name: values.get(name) or "" for name in _TEXT_COLUMNS},
-        "traces": {name.removesuffix("_json"): loaded(values.get(name)) for name in _JSON_COLUMNS},
+        "traces": {name.removesuffix("_json"): as_json(loaded(values.get(name))) for name in _JSON_COLUMNS},
         "tokens": tokens(values, tokenizer(index, file)),
         "extra": as_json({k: v for k, v in values.items() if k in index.extra or _is_unknown(k, v, index)}),
     }
@@ -96,7 +98,8 @@ def group(index: Index, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def tokens(values: dict[str, Any], renderer: Renderer | None) -> dict[str, Any]:
     """Per-token columns as lists as long as the response; null where a token has no number or the run has none.
 
-    ``special``: ids that are structure tokens. ``calls``: tool calls by the first token of their turn.
+    Numbers are rounded to 1e-7, which is what 32 bits hold of a log-prob. ``special``: ids that are structure
+    tokens. ``calls``: tool calls by the first token of their turn.
     """
     ids, prompt = values.get("response_ids") or [], values.get("prompt_ids") or []
     out: dict[str, Any] = {"ids": ids, "prompt_ids": prompt, "decoded": renderer is not None}
@@ -104,7 +107,7 @@ def tokens(values: dict[str, Any], renderer: Renderer | None) -> dict[str, Any]:
         column = values.get(name)
         if column is not None and len(column) != len(ids):
             raise UserError(f"the row's '{name}' has {len(column)} values for {len(ids)} tokens")
-        out[name] = as_json(column)
+        out[name] = _numbers(column) if name in _FLOATS else column
     pieces = Pieces(renderer)
     out["text"] = pieces.of(ids)
     out["prompt_pieces"] = pieces.of(prompt)
@@ -113,22 +116,34 @@ def tokens(values: dict[str, Any], renderer: Renderer | None) -> dict[str, Any]:
     return out
 
 
+def _numbers(column: list[float | None] | None) -> list[Any] | None:
+    """As JSON, and short: a rollout of 100,000 tokens has 400,000 of them."""
+    if column is None:
+        return None
+    values = np.array(column, dtype=np.float64)
+    found: list[Any] = np.round(values, 7).tolist()
+    for i in np.flatnonzero(~np.isfinite(values)):
+        found[i] = as_json(column[i])
+    return found
+
+
 class Pieces:
     """Text by token. Ids that are not in the vocabulary are shown as such."""
 
     def __init__(self, renderer: Renderer | None) -> None:
         self._renderer = renderer
-        self._known: dict[int, str] = {}
+        self._known: dict[tuple[int, ...], str] = {}
 
     def of(self, ids: list[int]) -> list[str]:
         if self._renderer is None:
             return [f"⟨{i}⟩" for i in ids]
-        found = [self._one(i) for i in ids]
+        one = {i: self._decoded((i,)) for i in set(ids)}
+        found = [one[i] for i in ids]
         at = 0
         while at < len(ids):
             if "\ufffd" in found[at]:
                 for length in range(2, _LONGEST_CHARACTER + 1):
-                    whole = self._decoded(ids[at : at + length])
+                    whole = self._decoded(tuple(ids[at : at + length]))
                     if "\ufffd" not in whole:
                         found[at : at + length] = [whole, *[""] * (min(length, len(ids) - at) - 1)]
                         at += length - 1
@@ -136,12 +151,12 @@ class Pieces:
             at += 1
         return found
 
-    def _one(self, token: int) -> str:
-        if token not in self._known:
-            self._known[token] = self._decoded([token])
-        return self._known[token]
+    def _decoded(self, ids: tuple[int, ...]) -> str:
+        if ids not in self._known:
+            self._known[ids] = self._decode(list(ids))
+        return self._known[ids]
 
-    def _decoded(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         try:
             return self._renderer.decode(ids) if self._renderer else ""
         except (UserError, KeyError, IndexError, ValueError, OverflowError):
@@ -151,13 +166,7 @@ class Pieces:
 def tokenizer(index: Index, file: RolloutFile) -> Renderer | None:
     """The tokenizer of the run that a file belongs to; None where there is none."""
     source = index.runs.get(file.run)
-    if source is None:
-        return None
-    try:
-        source.config()
-    except UserError:  # every page says so already; ids stand for themselves
-        return None
-    return renderer_of_run(file.path)
+    return None if source is None else tokenizer_of(source)
 
 
 def excerpts(index: Index, rids: list[int], length: int = 160) -> dict[str, dict[str, str]]:

@@ -24,8 +24,10 @@ def _is_special(renderer: Renderer, token: int) -> bool:
 
 
 def tool_calls(renderer: Renderer | None, values: dict[str, Any]) -> list[dict[str, Any]]:
-    """``{start, calls: [{name, arguments, malformed, raw}]}`` by turn of the policy that calls tools; ``start`` is its first
-    token. Turns that the format cannot read are left to their text."""
+    """``{start, calls: [{name, arguments, malformed, raw}]}`` by turn that calls tools; ``start``: its first token.
+
+    Turns that the format cannot read are left to their text.
+    """
     ids, mask, channels = (values.get(n) or [] for n in ("response_ids", "sampled_mask", "channels"))
     if renderer is None or "tool_call" not in channels or len(mask) != len(ids):
         return []

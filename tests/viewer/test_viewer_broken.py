@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -258,3 +260,8 @@ def test_steps_that_a_resumed_run_takes_back_go(opened, tmp_path):
 def test_nothing_to_open_is_said_in_a_sentence(tmp_path):
     with pytest.raises(UserError, match="there is no run, file or folder"):
         Session([tmp_path / "nowhere"])
+
+
+def test_the_viewer_starts_without_what_trains():
+    code = "import sys, k3rl.cli, k3rl.viewer; print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
