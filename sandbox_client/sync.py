@@ -8,6 +8,7 @@ with SyncBackend(LocalBackend()) as backend:
 from __future__ import annotations
 
 import asyncio
+import builtins
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -66,7 +67,7 @@ class SyncBackend:
     ) -> list[SandboxInfo]:
         return self.run(self._backend.list(metadata, state))
 
-    def list_snapshots(self, name: str | None = None) -> list[SnapshotInfo]:
+    def list_snapshots(self, name: str | None = None) -> builtins.list[SnapshotInfo]:
         return self.run(self._backend.list_snapshots(name))
 
     def delete_snapshot(self, snapshot_id: str) -> None:
@@ -154,6 +155,10 @@ class SyncSandbox:
 
     def extend(self, ttl_s: float) -> None:
         self._backend.run(self._sandbox.extend(ttl_s))
+
+    def relabel(self, metadata: Mapping[str, str]) -> None:
+        self._backend.run(self._sandbox.relabel(metadata))
+        self.metadata = self._sandbox.metadata
 
     def info(self) -> SandboxInfo:
         return self._backend.run(self._sandbox.info())

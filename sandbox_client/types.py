@@ -14,6 +14,7 @@ sandbox that it may have made.
 
 from __future__ import annotations
 
+import builtins
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -48,6 +49,7 @@ class Capabilities:
     network_rules: bool  # egress rules beyond on and off
     users: bool  # exec as other users than the default one
     enforced_limits: frozenset[str] = frozenset()  # of memory, pids, cpu, disk, files
+    relabels: bool = False  # a living sandbox's metadata can be replaced
     notes: tuple[str, ...] = ()  # in words, what is weaker here than elsewhere
 
 
@@ -222,6 +224,9 @@ class Sandbox(Protocol):
     async def extend(self, ttl_s: float) -> None:
         """The deadline becomes now + ``ttl_s``; also the heartbeat."""
 
+    async def relabel(self, metadata: Mapping[str, str]) -> None:
+        """Replace the metadata, running or paused. Raises `Unsupported` where the backend cannot."""
+
     async def info(self) -> SandboxInfo: ...
     async def kill(self) -> None:
         """Idempotent: a sandbox that is gone is what was asked for."""
@@ -237,8 +242,8 @@ class Backend(Protocol):
 
     async def list(
         self, metadata: Mapping[str, str] | None = None, state: State | None = None
-    ) -> list[SandboxInfo]: ...
-    async def list_snapshots(self, name: str | None = None) -> list[SnapshotInfo]: ...
+    ) -> builtins.list[SandboxInfo]: ...
+    async def list_snapshots(self, name: str | None = None) -> builtins.list[SnapshotInfo]: ...
     async def delete_snapshot(self, snapshot_id: str) -> None:
         """Idempotent."""
 
@@ -257,7 +262,7 @@ def check_spec(spec: SandboxSpec) -> None:
         raise ValueError("an environment variable's name cannot hold '='")
 
 
-def shell_argv(command: Command) -> list[str]:
+def shell_argv(command: Command) -> builtins.list[str]:
     """The argument vector of a command; see `Command`."""
     if isinstance(command, str):
         return ["/bin/bash", "-l", "-c", command]

@@ -30,6 +30,7 @@ from sandbox_client.errors import (
     SandboxTimeout,
     ServerFault,
     Unavailable,
+    Unsupported,
 )
 from sandbox_client.output import run_to_end
 from sandbox_client.types import (
@@ -442,6 +443,9 @@ class AgentEnvSandbox:
             await self._backend.repeat("POST", self._at("/timeout"), body={"timeout": _ttl(ttl_s)})
         except InvalidRequest as error:
             raise await self._or_paused(error) from error
+
+    async def relabel(self, metadata: Mapping[str, str]) -> None:
+        raise Unsupported(f"sandbox {self.id}: AgentENV's API sets metadata at creation only")
 
     async def info(self) -> SandboxInfo:
         return _info(await self._backend.detail(self.id))

@@ -255,6 +255,14 @@ class LocalSandbox:
     async def extend(self, ttl_s: float) -> None:
         await self._backend.finish(self._host.extend, self.id, ttl_s)
 
+    async def relabel(self, metadata: Mapping[str, str]) -> None:
+        try:
+            check_spec(SandboxSpec(metadata=metadata))
+        except ValueError as error:
+            raise InvalidRequest(f"sandbox {self.id}: {error}", code=400) from error
+        await self._backend.finish(self._host.relabel, self.id, dict(metadata))
+        self.metadata = dict(metadata)
+
     async def kill(self) -> None:
         await self._backend.finish(self._host.kill, self.id)
 
@@ -415,5 +423,6 @@ def _capabilities(isolation: bwrap.Isolation) -> Capabilities:
         network_rules=False,
         users=False,
         enforced_limits=frozenset(enforced),
+        relabels=True,
         notes=tuple(notes),
     )

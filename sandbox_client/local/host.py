@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from sandbox_client.errors import SandboxNotFound, SandboxPaused, ServerFault
@@ -289,6 +289,15 @@ class Host:
         with live.lock:
             live.deadline = time.monotonic() + ttl_s
         self._nudge.set()
+
+    def relabel(self, sandbox_id: str, metadata: dict[str, str]) -> None:
+        live = self.get(sandbox_id)
+        with live.lock:
+            if live.gone:
+                raise SandboxNotFound(f"sandbox {sandbox_id}: no such sandbox", code=404)
+            live.spec = replace(live.spec, metadata=metadata)
+            said = json.loads((live.folder / "meta.json").read_text())
+            self._write_meta(live.folder, said | {"metadata": metadata})
 
     def running(self, sandbox_id: str) -> Live:
         """The sandbox, if it runs or may be woken. Raises `SandboxPaused` otherwise."""

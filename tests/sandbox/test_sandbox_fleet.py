@@ -63,7 +63,7 @@ async def test_rest_waits_for_its_time(backend) -> None:
 
 async def test_warm_sandboxes_are_made_ahead_and_within_the_quota(backend) -> None:
     async with Fleet(backend, config(quota=3, warm=2)) as fleet:
-        await until(lambda: len(fleet._warm) == 2)
+        await until(lambda: len(fleet._places.warm) == 2)
         assert [i.state for i in await backend.list()] == [State.PAUSED] * 2
         first = await fleet.acquire("a")
         assert fleet.metrics.from_warm == 1
@@ -143,12 +143,13 @@ async def test_orphans_are_swept_at_start_and_exit_by_metadata(backend) -> None:
     foreign = await other.acquire("x")
 
     successor = Fleet(backend, config())  # the process died; another takes over
-    assert await successor.open(keep={kept.sandbox.id: "its trajectory is in the checkpoint"}) == 1
+    keep = {kept.sandbox.id: "its trajectory is in the checkpoint"}
+    assert await successor.open(keep, dead=[fleet.owner.name]) == 1
     left = {i.id for i in await backend.list()}
     assert left == {kept.sandbox.id, foreign.sandbox.id}
     with pytest.raises(SandboxNotFound):
         await orphan.sandbox.info()
-    await successor.close()
+    await successor.close(keep_resumable=False)
     assert {i.id for i in await backend.list()} == {foreign.sandbox.id}
     await other.close()
     assert await backend.list() == []
