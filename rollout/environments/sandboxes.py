@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from k3rl.config.rollout import SandboxConfig
-from sandbox_client import Backend, Fleet, FleetConfig, Limits, LocalBackend, Sandbox, SandboxSpec
-from sandbox_client.fleet import Lease
+from sandbox_client import Backend, Fleet, FleetConfig, Lease, Limits, LocalBackend, Sandbox, SandboxSpec
 
 MIB = 1 << 20
 JUDGES = 4
@@ -39,8 +38,8 @@ class Sandboxes:
         tool_timeout_s: float = 60.0,
     ) -> None:
         self.config, self.tool_timeout_s = config, tool_timeout_s
-        self.keep: set[str] = set()  # ids that an earlier process left and trajectories still need
-        self.exec_s: deque[float] = deque(maxlen=1000)
+        self.keep: Mapping[str, Any] | None = None
+        """By sandbox id: records of all that trajectories of the run still need; None: not known."""
         self.calls = self.replayed = 0
         self._run, self._owner, self._root = run, owner, root
         self._quota = config.quota or places
@@ -62,7 +61,7 @@ class Sandboxes:
         return self._backend.capabilities.survives_client
 
     async def fleet(self) -> Fleet:
-        """Opened by the first who asks. What an earlier process of this owner left is killed, but `keep`.
+        """Opened by the first who asks. What dead workers of the run left is killed, but for what is in `keep`.
 
         Raises `SandboxError` where there is no isolation or no server.
         """
@@ -70,7 +69,7 @@ class Sandboxes:
             if self._fleet is None:
                 self._backend = await asyncio.to_thread(_make_backend, self.config, self._root)
                 fleet = Fleet(self._backend, self._fleet_config())
-                await fleet.open(keep=dict.fromkeys(self.keep))
+                await fleet.open(keep=self.keep)
                 self._fleet = fleet
         return self._fleet
 
@@ -88,7 +87,8 @@ class Sandboxes:
             ),
         )
         return FleetConfig(
-            run=f"{self._run}/{self._owner}",
+            run=self._run,
+            owner=self._owner,
             spec=spec,
             quota=self._quota + JUDGES,
             warm=config.warm,
@@ -125,16 +125,14 @@ class Sandboxes:
         """By the names of docs/metrics.md, without their prefix; empty before the first sandbox."""
         if self._fleet is None:
             return {}
-        seen = sorted(self.exec_s)
-        latency = {f"exec_p{q}_s": seen[min(len(seen) * q // 100, len(seen) - 1)] for q in (50, 99) if seen}
         counted = {"calls": float(self.calls), "replayed": float(self.replayed)}
-        faults = {"faults": float(sum(self._fleet.faults.values()))}
-        return self._fleet.stats() | latency | counted | faults
+        return self._fleet.stats() | counted | {"faults": float(sum(self._fleet.faults.values()))}
 
-    async def close(self) -> None:
-        """Kill every sandbox of this owner; snapshots stay."""
+    async def close(self, over: bool = False) -> None:
+        """Let go of everything. What trajectories need to go on is kept, as far as the backend lets it, unless the run
+        is ``over``: nobody will resume it."""
         if self._fleet is not None:
-            await self._fleet.close()
+            await self._fleet.close(keep_resumable=not over)
             self._fleet = None
         if self._backend is not None:
             await self._backend.close()
