@@ -142,7 +142,7 @@ class JudgeSession:
             count = len(self.criteria) or 3
             row = {
                 "name": {"type": "string", **names},
-                "description": {"type": "string", "maxLength": 200},
+                "description": {"type": "string", "maxLength": 100},
                 "weight": {"type": "integer", "minimum": 1, "maximum": 5},
             }
             rows = {
@@ -159,7 +159,7 @@ class JudgeSession:
                 {
                     "candidate": _one_of(unscored[:1]),
                     "scores": {"type": "object", "properties": scores, "required": list(scores)},
-                    "justification": {"type": "string", "minLength": 1, "maxLength": 400},
+                    "justification": {"type": "string", "minLength": 1, "maxLength": 200},
                 },
             )
         return _tool("record", "Close the scorepad.", {})

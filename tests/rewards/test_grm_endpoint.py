@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 from rewards.api import JudgeError
 from rewards.grm import JudgeSession, Stage, play
 from rewards.grm.judges import EndpointJudge
+from rewards.grm.protocol import Criterion
 from rewards.grm.reward import Court
 
 _path = list(sys.path)
@@ -236,3 +238,49 @@ def test_swiss_ranks_as_all_pairs_do_for_less_than_half_of_the_calls():
         means[kind] = [sum(f[k] for f in found) / len(found) for k in (0, 1)]
     assert means["all_pairs"][0] - means["swiss"][0] < 0.03
     assert means["swiss"][1] < 0.5 * means["all_pairs"][1]
+
+
+def test_a_weak_judge_is_led_through_the_protocol_and_asked_only_where_it_has_a_choice(serve):
+    """A model that can do no more than fill in the schema it is given."""
+    asked = []
+
+    def filled(request: dict[str, Any], _: int) -> tuple[int, dict[str, str], bytes]:
+        form = request["response_format"]["json_schema"]
+        asked.append(form["name"])
+        assert "tools" not in request
+        content = json.dumps(fill(form["schema"], request["messages"][0]["content"]))
+        message = {"role": "assistant", "content": content}
+        body = {"choices": [{"message": message}], "usage": {"prompt_tokens": 5, "completion_tokens": 5}}
+        return 200, {}, json.dumps(body).encode()
+
+    judge = EndpointJudge(serve(filled), "weak", steer=True)
+    session = JudgeSession("Most a?", {"A": "a<b", "B": "aaa"}, [Criterion("a", "letters a", 2.0)])
+
+    async def run() -> None:
+        try:
+            await judge(session)
+        finally:
+            await judge.close()
+
+    asyncio.run(run())
+    assert session.stage is Stage.RECORDED
+    assert asked == ["write_rubric", "score_candidate", "score_candidate"]
+    assert [s.tool for s in session.steps] == ["read_candidate"] * 2 + asked + ["record"]
+    assert session.totals() == {"A": 1.0, "B": 3.0}
+
+
+def fill(schema: dict[str, Any], prompt: str) -> Any:
+    """The least value of a schema; a number is how many letters a the candidate that is scored has."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    match schema["type"]:
+        case "object":
+            return {key: fill(part, prompt) for key, part in schema["properties"].items()}
+        case "array":
+            return [fill(schema["items"], prompt)] * schema.get("minItems", 1)
+        case "integer":
+            read = map(json.loads, re.findall(r'\{"candidate": "\w", "text".*\}', prompt))
+            texts = {r["candidate"]: r["text"] for r in read}
+            return texts[prompt.rsplit("candidate: ", 1)[1]].count("a") if "candidate: " in prompt else 1
+        case _:
+            return "so"

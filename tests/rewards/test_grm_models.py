@@ -140,7 +140,7 @@ def test_the_names_run_with_a_model_behind_vllm(tmp_path, vllm_server):
     job |= {"steps": 2, "name": "judged", "runs": str(tmp_path)}
     run = run_job(validate(job, {}, "test"))
     scored = [row for row in rows_of(run) if row["reward"] is not None]
-    assert scored, "at least half of a group's judgements stood"
+    assert scored, [row["reward_explanation"] for row in rows_of(run)]
     trace = json.loads(scored[0]["judge_trace_json"])
     judgements = trace["grm"]["judgements"] if "grm" in trace else trace["judgements"]
     whole = [j for j in judgements if j["stage"] == "recorded"]
