@@ -2,8 +2,10 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from browsing import rows_of, served, shot
 from playwright.sync_api import Page, expect
@@ -142,7 +144,9 @@ def first_with(folder: Path, test) -> str:
 
 
 def test_tool_calls_are_read_and_structure_is_told_from_text(page: Page, address, runs):
-    place = first_with(runs / "one", lambda r: r["domain"] == "agent" and r["turns"] == 2 and r["sample"] == 1)
+    place = first_with(
+        runs / "one", lambda r: r["domain"] == "agent" and r["turns"] == 2 and r["sample"] == 1
+    )
     page.goto(f"{address}/#/rollout/{place}")
     expect(page.locator(".call b").first).to_have_text("add")
     expect(page.locator(".arguments").first).to_contain_text("3")
@@ -183,3 +187,51 @@ def test_a_judges_trace_is_laid_open(page: Page, address, runs):
     expect(judge).to_contain_text("The sum is right.")
     expect(judge).to_contain_text("(this one)")
     assert page.locator("main img").count() == 0
+
+
+TOKENS = 100_000
+PER_TOKEN = ("response_ids", "sampled_mask", "channels", "logprobs", "policy_versions", "token_advantages")
+PER_TOKEN += ("trainer_logprobs", "teacher_logprobs")
+
+
+def lengthen(file: Path) -> str:
+    """One agent's rollout of a file, repeated until it has 100,000 tokens. Returns its place."""
+    rows, schema = pq.read_table(file).to_pylist(), pq.read_schema(file)
+    row = next(r for r in rows if r["domain"] == "agent" and r["sample"] == 2)
+    times = -(-TOKENS // len(row["response_ids"]))
+    for name in PER_TOKEN:
+        row[name] = (row[name] * times)[:TOKENS]
+    row["response_text"] *= times
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), file)
+    return f"{row['step']}/{row['draw']}/{row['sample']}"
+
+
+def scroll_to(page: Page, share: float) -> None:
+    page.locator(".middle").evaluate(
+        "(element, s) => { element.scrollTop = s * element.scrollHeight }", share
+    )
+
+
+def test_a_hundred_thousand_tokens_scroll_like_a_hundred(page: Page, tmp_path):
+    write_run(tmp_path / "long", steps=1)
+    place = lengthen(tmp_path / "long" / "rollouts" / "step-000000.parquet")
+    with served(tmp_path / "long") as base:
+        page.goto(f"{base}/#/rollouts")
+        expect(rows_of(page).first).to_be_visible()
+        start = time.monotonic()
+        page.evaluate(f"location.hash = '#/rollout/long/{place}?mode=tokens'")
+        expect(page.locator(".t[data-i='0']")).to_be_visible()
+        assert time.monotonic() - start < 5, "seconds; under 1 on a machine that does nothing else"
+        for share in (0.3, 0.7, 1.0):
+            scroll_to(page, share)
+            page.wait_for_timeout(300)
+            assert page.locator(".t").count() < 5000
+        scroll_to(page, 1.0)
+        expect(page.locator(f".t[data-i='{TOKENS - 1}']")).to_be_visible()
+        page.evaluate(f"location.hash = '#/rollout/long/{place}?mode=tokens&token=77777'")
+        expect(page.locator(".t.chosen[data-i='77777']")).to_be_in_viewport()
+        page.keyboard.press("ArrowRight")
+        expect(page).to_have_url(re.compile("token=77778"))
+        page.evaluate(f"location.hash = '#/rollout/long/{place}'")
+        expect(page.locator(".bubble.policy").first).to_be_visible()
+        assert page.locator("main *").count() < 6000

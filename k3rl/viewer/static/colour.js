@@ -48,7 +48,7 @@ export function scaleOf(by, all) {
     const color = (v) => `var(${CHANNELS[v] ?? "--faint"})`;
     return { paint: (v) => (v ? mix(color(v), 0.3) : ""), strip: (v) => (v ? color(v) : ""), legend: there.map((c) => [color(c), c.replace("_", " ")]) };
   }
-  const sizes = numbers.map(Math.abs).sort((a, b) => a - b);
+  const sizes = Float64Array.from(numbers, Math.abs).sort();
   const most = sizes[Math.min(sizes.length - 1, Math.floor(sizes.length * 0.99))] || 1;
   const strength = (v) => Math.min(1, Math.abs(v) / most);
   const color = (v) => (by.kind === "low" ? "var(--low)" : v < 0 ? "var(--negative)" : "var(--positive)");

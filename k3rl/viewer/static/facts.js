@@ -1,10 +1,12 @@
 // What is known of a rollout besides its text: reward, lengths, segments, judge, sandbox, times.
 
 import { meter } from "./charts.js";
-import { h, number, percent } from "./dom.js";
+import { h, number, percent, replace } from "./dom.js";
 import { longText, segments } from "./reading.js";
 import { tone } from "./table.js";
 
+const SEGMENTS = 200;
+const BAR = 290;
 const SHOWN = new Set(["rid", "run", "step", "draw", "sample", "reward", "reward_components", "reward_outcome", "advantage", "flag", "note", "problem_id", "domain", "effort", "status", "stop_reason", "fate", "error", "sampled_tokens", "thinking_tokens", "budget_tokens", "reference_length", "group_reward_mean", "group_reward_std", "group_size"]);
 
 export function factsPanel(whole, { onToken }) {
@@ -70,15 +72,42 @@ function lengthCard(row) {
 function segmentCard({ tokens, row }, onToken) {
   const parts = segments(tokens);
   if (!parts.length) return null;
-  const total = tokens.ids.length;
-  const bar = h("div", { class: "segment-bar", role: "img", "aria-label": `${parts.length} segments` }, parts.map((s) => h("span", { class: `seg ${s.channel} ${s.sampled ? "" : "given"}`, style: { width: `${(100 * (s.end - s.start)) / total}%` }, title: `${s.channel}, ${s.end - s.start} tokens` })));
-  const lines = parts.map((s, i) => {
-    const before = parts.slice(0, i).findLast((p) => p.sampled);
-    const resumed = s.sampled && before && before.version !== s.version;
-    return h("tr", {}, h("td", {}, h("button", { type: "button", class: "quiet link", onclick: () => onToken(s.start) }, `${s.start}–${s.end - 1}`)), h("td", {}, s.channel.replace("_", " ")), h("td", {}, s.sampled ? `v${s.version}` : "given"), h("td", {}, resumed ? h("span", { class: "tag warn" }, "resumed") : ""));
-  });
   const stale = row.staleness_max === null ? null : h("p", { class: "faint" }, `staleness: mean ${number(row.staleness_mean)}, max ${number(row.staleness_max)}; begun in step ${row.started_step}, done in step ${row.finished_step}`);
-  return card("Segments", bar, stale, h("details", { open: parts.length <= 8 }, h("summary", {}, `${parts.length} segments`), h("table", { class: "plain small" }, h("tbody", {}, lines))));
+  const body = h("tbody", {});
+  const more = h("button", { type: "button", class: "quiet", onclick: () => lines(parts.length) }, `All ${number(parts.length)}`);
+  const lines = (count) => {
+    replace(body, parts.slice(0, count).map((s, i) => segmentLine(s, resumedBefore(parts, i), onToken)));
+    more.hidden = count >= parts.length;
+  };
+  const table = h("details", { open: parts.length <= 8, ontoggle: () => table.open && !body.childElementCount && lines(SEGMENTS) }, h("summary", {}, `${number(parts.length)} segments`), h("table", { class: "plain small" }, body), more);
+  if (table.open) lines(SEGMENTS);
+  return card("Segments", segmentBar(parts), stale, table);
+}
+
+/** As many pieces as the bar has pixels, at most. */
+function segmentBar(parts) {
+  const total = parts.at(-1).end;
+  const shown = [];
+  let at = 0;
+  for (let x = 0; x < BAR && at < parts.length; x++) {
+    const token = ((x + 0.5) * total) / BAR;
+    while (at < parts.length - 1 && parts[at].end <= token) at++;
+    const last = shown.at(-1);
+    if (last?.part === parts[at]) last.width++;
+    else shown.push({ part: parts[at], width: 1 });
+  }
+  return h("div", { class: "segment-bar", role: "img", "aria-label": `${parts.length} segments` }, shown.map(({ part, width }) => h("span", { class: `seg ${part.channel} ${part.sampled ? "" : "given"}`, style: { width: `${(100 * width) / BAR}%` }, title: `${part.channel}, ${part.end - part.start} tokens` })));
+}
+
+/** Was a segment sampled by other weights than what the policy said before it? */
+function resumedBefore(parts, i) {
+  if (!parts[i].sampled) return false;
+  for (let j = i - 1; j >= 0; j--) if (parts[j].sampled) return parts[j].version !== parts[i].version;
+  return false;
+}
+
+function segmentLine(s, resumed, onToken) {
+  return h("tr", {}, h("td", {}, h("button", { type: "button", class: "quiet link", onclick: () => onToken(s.start) }, `${s.start}–${s.end - 1}`)), h("td", {}, s.channel.replace("_", " ")), h("td", {}, s.sampled ? (s.version === null ? "sampled" : `v${s.version}`) : "given"), h("td", {}, resumed ? h("span", { class: "tag warn" }, "resumed") : ""));
 }
 
 /** A judge's trace: rubric, scorepad and pair results where it has them, everything else as a tree. */

@@ -5,6 +5,7 @@ import { marked, specials } from "./special.js";
 
 const NAMES = { think: "thinking", response: "response", tool_call: "tool call", observation: "observation", structure: "structure" };
 const LONG = 12000;
+const AT_ONCE = 40;
 
 /** Runs of tokens of one author, channel and version: `{sampled, channel, version, start, end}`. */
 export function segments(tokens) {
@@ -68,7 +69,7 @@ export function responseView(whole, { structure = false, onToken = null } = {}) 
   if (!tokens.ids.length || !tokens.decoded) return untokenised(whole);
   const special = specials(tokens);
   const calls = new Map((tokens.calls ?? []).map((t) => [t.start, t.calls]));
-  return turns(tokens).map((turn) =>
+  const view = (turn) =>
     bubble(
       `turn ${turn.sampled ? "policy" : "environment"}`,
       turn.sampled ? "policy" : "environment",
@@ -76,8 +77,27 @@ export function responseView(whole, { structure = false, onToken = null } = {}) 
         .filter((p) => structure || p.channel !== "structure")
         .filter((p) => p.text.trim() || p.channel === "structure")
         .map((p) => channelBox(p.channel, partBody(p, tokens, special, structure ? undefined : calls.get(turn.start)), p, onToken)),
-    ),
-  );
+    );
+  return inPieces(turns(tokens), view);
+}
+
+/** A long list is built as one comes to its end, so that a thousand turns open like ten. */
+function inPieces(items, view) {
+  if (items.length <= AT_ONCE) return items.map(view);
+  const box = h("div", {}, items.slice(0, AT_ONCE).map(view));
+  let done = AT_ONCE;
+  const end = h("p", { class: "faint" }, `${number(items.length - done)} more turns`);
+  const observer = new IntersectionObserver((seen) => {
+    if (!seen.some((s) => s.isIntersecting)) return;
+    box.append(...items.slice(done, done + AT_ONCE).map(view));
+    done += AT_ONCE;
+    observer.unobserve(end);
+    if (done >= items.length) return end.remove();
+    end.textContent = `${number(items.length - done)} more turns`;
+    observer.observe(end);
+  }, { rootMargin: "600px 0px" });
+  observer.observe(end);
+  return [box, end];
 }
 
 /** Rows that other programs wrote, and runs without their tokenizer: messages where there are any, else texts. */

@@ -14,14 +14,21 @@ const VISIBLE = { "\n": "⏎\n", "\t": "⇥\t", "\r": "␍" };
 export function tokenView(tokens, { colour, chosen, onChoose, onColour }) {
   const ways = COLOURINGS.filter((c) => available(tokens, c));
   let by = ways.includes(colouring(colour)) ? colouring(colour) : (ways[0] ?? colouring("channel"));
-  let all = values(tokens, by);
-  let scale = scaleOf(by, all);
+  const painted = new Map();
+  const paintOf = (way) => {
+    if (!painted.has(way)) {
+      const of = values(tokens, way);
+      painted.set(way, { of, scale: scaleOf(way, of) });
+    }
+    return painted.get(way);
+  };
+  let { of: all, scale } = paintOf(by);
   let at = chosen;
   const special = specials(tokens);
   const legend = h("div", { class: "token-legend" });
   const text = h("div", { class: "token-text", role: "document", "aria-label": "Tokens of the response", tabindex: 0 });
   const inspector = h("div", { class: "inspector", "aria-live": "polite" });
-  const strips = stripes(tokens, ways, (i) => show(i));
+  const strips = stripes(tokens, ways, paintOf, (i) => show(i));
   const picker = h("div", { class: "picker", role: "radiogroup", "aria-label": "Colour tokens by" });
   const blocks = cut(tokens).map(([start, end]) => ({ start, end, element: h("div", { class: "block" }), full: false }));
   const observer = new IntersectionObserver((entries) => entries.forEach(visible), { rootMargin: MARGIN });
@@ -60,8 +67,7 @@ export function tokenView(tokens, { colour, chosen, onChoose, onColour }) {
 
   function recolour(name) {
     by = colouring(name);
-    all = values(tokens, by);
-    scale = scaleOf(by, all);
+    ({ of: all, scale } = paintOf(by));
     for (const block of blocks) if (block.full) for (const element of block.element.querySelectorAll(".t")) element.style.backgroundColor = scale.paint(all[Number(element.dataset.i)]);
     drawLegend();
     drawPicker();
@@ -124,7 +130,7 @@ export function tokenView(tokens, { colour, chosen, onChoose, onColour }) {
   inspect(at);
   const view = h("section", { class: "tokens", "aria-label": "Tokens" }, h("div", { class: "token-head" }, picker, legend, strips.element, inspector), text);
   requestAnimationFrame(() => {
-    strips.draw();
+    setTimeout(strips.draw); // the text is seen first
     if (at !== null) show(at, { quietly: true });
   });
   return {
@@ -189,7 +195,7 @@ function details(tokens, i) {
 }
 
 /** One thin picture per way to colour, over the whole response; a click leads there. */
-function stripes(tokens, ways, onPick) {
+function stripes(tokens, ways, paintOf, onPick) {
   const canvases = ways.map((by) => ({ by, canvas: h("canvas", { class: "strip", height: STRIP_HEIGHT, role: "img", "aria-label": `${by.label} over the response` }) }));
   const marker = h("div", { class: "strip-marker", hidden: true });
   const area = h("div", { class: "strip-area" }, canvases.map((c) => c.canvas), marker);
@@ -201,7 +207,7 @@ function stripes(tokens, ways, onPick) {
   });
   return {
     element,
-    draw: () => canvases.forEach(({ by, canvas }) => drawStrip(canvas, values(tokens, by), by)),
+    draw: () => canvases.forEach(({ by, canvas }) => drawStrip(canvas, paintOf(by))),
     mark: (i) => {
       marker.hidden = i === null;
       marker.style.left = `${(100 * (i + 0.5)) / count}%`;
@@ -210,8 +216,7 @@ function stripes(tokens, ways, onPick) {
 }
 
 /** Each pixel shows its strongest token. */
-function drawStrip(canvas, all, by) {
-  const scale = scaleOf(by, all);
+function drawStrip(canvas, { of: all, scale }) {
   const width = (canvas.width = Math.max(1, Math.round(canvas.clientWidth * devicePixelRatio)));
   const context = canvas.getContext("2d");
   const painted = new Map();
