@@ -235,3 +235,22 @@ def test_a_hundred_thousand_tokens_scroll_like_a_hundred(page: Page, tmp_path):
         page.evaluate(f"location.hash = '#/rollout/long/{place}'")
         expect(page.locator(".bubble.policy").first).to_be_visible()
         assert page.locator("main *").count() < 6000
+
+
+def test_a_view_is_kept_under_a_name(page: Page, address):
+    page.goto(
+        f"{address}/#/rollouts?run=one&filter=step+%3D+2&sort=reward&descending=true&columns=step,reward,turns"
+    )
+    expect(rows_of(page)).to_have_count(24)
+    page.get_by_text("Views", exact=True).click()
+    page.get_by_label("Name of this view").fill("second step")
+    page.get_by_role("button", name="Keep").click()
+    kept = page.url
+    page.goto(f"{address}/#/rollouts")
+    page.reload()
+    expect(rows_of(page)).to_have_count(100)
+    page.get_by_text("Views", exact=True).click()
+    page.get_by_role("link", name="second step").click()
+    expect(page).to_have_url(kept)
+    expect(rows_of(page)).to_have_count(24)
+    expect(page.get_by_role("columnheader", name="reward")).to_have_attribute("aria-sort", "descending")

@@ -60,7 +60,7 @@ function scales(lines) {
 export function ticks(low, high, count) {
   const raw = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const size = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw) ?? 10 * power;
+  const size = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw) ?? 10 * power;
   const found = [];
   for (let t = Math.ceil(low / size) * size; t <= high + 1e-9 * size; t += size) found.push(Math.abs(t) < size / 1e6 ? 0 : t);
   return found;
@@ -113,7 +113,7 @@ function path(steps, values, { x, y }) {
 
 function legend(lines) {
   if (lines.length === 1 && !lines[0].name) return null;
-  const key = (l) => h("span", { class: `key ${l.dash ? "dashed" : ""}`, style: { "--key": l.color }, "aria-hidden": "true" });
+  const key = (l) => svg("svg", { class: "line-key", viewBox: "0 0 18 4", "aria-hidden": "true" }, svg("line", { x1: 0, x2: 18, y1: 2, y2: 2, style: { stroke: l.color, "stroke-dasharray": l.dash ?? "none" } }));
   return h("ul", { class: "legend" }, lines.map((l) => h("li", {}, key(l), l.name)));
 }
 

@@ -2,11 +2,12 @@
 
 import { bundle, get, getBlob, query } from "./api.js";
 import { meter } from "./charts.js";
-import { button, copyText, download, empty, errorBox, h, number, replace, toast } from "./dom.js";
+import { button, download, empty, errorBox, h, number, replace, toast } from "./dom.js";
 import { columns, filterBox } from "./filter.js";
 import { bindKeys } from "./keys.js";
 import { address, changed, go, groupAddress, listParameters, place, rolloutAddress } from "./router.js";
 import { runColor } from "./runs.js";
+import { viewsMenu } from "./views.js";
 
 const PAGE = 100;
 const USUAL = ["step", "problem_id", "domain", "effort", "reward", "advantage", "sampled_tokens", "stop_reason", "fate"];
@@ -23,7 +24,7 @@ export async function showTable(main, { here, runs, state, current }) {
   const pages = h("div", { class: "pages" });
   replace(
     main,
-    h("div", { class: "bar" }, h("h1", {}, "Rollouts"), filter.box, searchBox(here), columnMenu(known, names), exportMenu(here)),
+    h("div", { class: "bar" }, h("h1", {}, "Rollouts"), filter.box, searchBox(here), bundle ? null : menu("Views", viewsMenu()), columnMenu(known, names), exportMenu(here)),
     quickFilters(known, here),
     facts,
     h("div", { class: "scroll" }, table),
@@ -114,7 +115,7 @@ function drawRows(body, rows, names, several, here, state) {
         "tr",
         { dataset: { rid: row.rid }, onclick: (e) => e.target.closest("a, button") || String(getSelection()) || go(rolloutAddress(row, list)) },
         several ? h("td", {}, h("span", { class: "swatch", style: { background: runColor(row.run, state.runs) } }), row.run) : null,
-        h("td", { class: "key-cell" }, h("a", { href: rolloutAddress(row, list) }, `${row.draw}.${row.sample}`), flagMark(row), h("a", { class: "quiet group-link", href: groupAddress(row, list), title: "Its group", "aria-label": `Group ${row.draw}` }, "⫴")),
+        h("td", { class: "key-cell" }, h("a", { href: rolloutAddress(row, list) }, `${row.draw}.${row.sample}`), flagMark(row), h("a", { class: "quiet group-link", href: groupAddress(row, list), title: "Its group", "aria-label": `Group ${row.draw}` }, "≡")),
         names.map((name) => cell(row, name, range)),
         h("td", { class: "wide" }, h("span", { class: "question" }), h("span", { class: "answer" })),
       ),
@@ -132,7 +133,7 @@ function cell(row, name, range) {
   const value = name.startsWith("component.") ? row.reward_components?.[name.slice(10)] : row[name];
   if (name === "reward") {
     if (value === null) return h("td", { class: "number" }, h("span", { class: "tag warn", title: "not scored" }, row.reward_outcome ?? "none"));
-    return h("td", { class: "number" }, meter(value, range), number(value));
+    return h("td", { class: "number" }, meter(value, range), h("span", { class: "fixed" }, number(value)));
   }
   if (name === "reward_components") return h("td", {}, Object.entries(value ?? {}).map(([k, v]) => h("span", { class: "tag" }, `${k} ${number(v)}`)));
   if (name === "advantage") return h("td", { class: `number ${value > 0 ? "positive" : value < 0 ? "negative" : ""}` }, number(value));
@@ -246,8 +247,6 @@ export function exportMenu(here) {
       { class: "menu-body" },
       h("p", { class: "faint" }, "Everything that the filter lets through:"),
       FORMATS.map(([format, name, ending]) => button(name, () => fetchIt(format, ending), { dataset: { format } })),
-      h("hr", {}),
-      button("Copy a link to this view", () => copyText(location.href, "Link")),
     ),
   );
 }
