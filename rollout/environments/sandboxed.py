@@ -304,11 +304,9 @@ class SandboxEnvironment:
         return lease
 
     async def _mark(self, sandbox: Sandbox, calls: int) -> None:
-        if self._sandboxes.survive:
-            with contextlib.suppress(
-                *POLICY_FAULTS
-            ):  # without its mark, a sandbox is not taken for the right one
-                await sandbox.write_file(MARK, str(calls))
+        """Where it cannot be written, the sandbox is later not taken for the right one, and made again."""
+        with contextlib.suppress(*POLICY_FAULTS):
+            await sandbox.write_file(MARK, str(calls))
 
     async def _let_go(self) -> None:
         lease, self._lease = self._lease, None
