@@ -11,7 +11,7 @@ from k3rl.viewer.index import Index
 _CELLS = """
     SELECT r.run, r.domain, r.effort,
            count(*) AS rollouts,
-           count(DISTINCT (r.step, r.draw)) AS groups,
+           count(DISTINCT (r.step::BIGINT << 40) + r.draw) AS groups,
            avg(r.reward) AS reward_mean,
            avg((r.reward IS NULL)::INT) AS unscored_share,
            avg(r.thinking_tokens) AS thinking_mean,
@@ -20,8 +20,8 @@ _CELLS = """
            avg(r.thinking_tokens / nullif(r.budget_tokens, 0)) AS budget_used,
            avg((r.thinking_tokens > r.budget_tokens)::INT) AS over_budget_share,
            avg((r.status = 'truncated')::INT) AS truncated_share,
-           count(DISTINCT (r.step, r.draw)) FILTER (WHERE r.group_reward_std < 1e-9 AND r.group_scored > 1)
-               AS zero_variance_groups,
+           count(DISTINCT (r.step::BIGINT << 40) + r.draw)
+               FILTER (WHERE r.group_reward_std < 1e-9 AND r.group_scored > 1) AS zero_variance_groups,
            sum(r.staleness_mean * r.sampled_tokens) / nullif(sum(r.sampled_tokens)
                FILTER (WHERE r.staleness_mean IS NOT NULL), 0) AS staleness_mean,
            max(r.staleness_max) AS staleness_max,

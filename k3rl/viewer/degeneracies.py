@@ -55,7 +55,7 @@ def degeneracies(index: Index, run: str, step: int | None = None) -> dict[str, A
     at = "" if step is None else f"step = {step} and "
     whole = _row(
         cursor,
-        f"SELECT count(*), count(DISTINCT (r.step, r.draw)), count(DISTINCT r.problem_id), "
+        f"SELECT count(*), count(DISTINCT (r.step::BIGINT << 40) + r.draw), count(DISTINCT r.problem_id), "
         f"count(DISTINCT r.domain) FROM rollouts r WHERE {bound}",
         values,
     )
@@ -230,7 +230,8 @@ def _count(
     compiled = compile_filter(filter, index.columns, lambda _: 0)
     row = _row(
         cursor,
-        "SELECT count(*), count(DISTINCT (r.step, r.draw)), count(DISTINCT r.problem_id), count(DISTINCT r.domain) "
+        "SELECT count(*), count(DISTINCT (r.step::BIGINT << 40) + r.draw), count(DISTINCT r.problem_id), "
+        "count(DISTINCT r.domain) "
         f"FROM {tables_of(compiled.needs)} WHERE r.run = ? AND {compiled.sql}",
         [run, *compiled.parameters],
     )
