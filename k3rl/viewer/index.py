@@ -80,7 +80,17 @@ class Index:
         self._db.execute("CREATE TABLE hits (predicate INTEGER, rid BIGINT)")
         self._db.execute("CREATE TABLE files (id BIGINT, run VARCHAR, path VARCHAR)")
         self.notes = Notes(self._db.cursor())
+        self._join_all()
         _lock_down(self._db, [*self.sources.roots, self.folder])
+
+    def _join_all(self) -> None:
+        """The view that people's SQL reads; made again when a file brought a column."""
+        derived = ", ".join(f"d.{quoted(c.name)}" for c in DERIVED)
+        self._db.execute(
+            f"CREATE OR REPLACE VIEW everything AS SELECT r.*, {derived}, n.flag, n.note "
+            f"FROM rollouts r LEFT JOIN derived d ON d.rid = r.rid LEFT JOIN notes n "
+            f"ON n.run = r.run AND n.step = r.step AND n.draw = r.draw AND n.sample = r.sample"
+        )
 
     def cursor(self) -> duckdb.DuckDBPyConnection:
         """A connection for one request."""
@@ -203,6 +213,7 @@ class Index:
             if column.name not in self.extra:
                 self._db.execute(f"ALTER TABLE rollouts ADD COLUMN {quoted(column.name)} {column.sql_type}")
                 self.extra[column.name] = column
+                self._join_all()
         there = set(schema.names)
         stored = [c for c in (*STORED, *self.extra.values()) if c.name in there]
         names = ["rid", "run", *(c.name for c in stored), *(c.name for c in GROUP)]
@@ -284,6 +295,7 @@ def _lock_down(db: duckdb.DuckDBPyConnection, folders: list[Path]) -> None:
         return ", ".join("'" + p.replace("'", "''") + "'" for p in paths)
 
     allowed = listed([str(f).rstrip("/") + "/" for f in folders if not f.is_file()])
+    db.execute("SET max_temp_directory_size = '4GB'")
     db.execute("SET python_enable_replacements = false")
     db.execute("SET autoinstall_known_extensions = false")
     db.execute("SET autoload_known_extensions = false")

@@ -13,9 +13,9 @@ import json
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from k3rl.viewer import cells, compare, degeneracies, export, labelled, metrics, rollout
+from k3rl.viewer import cells, compare, degeneracies, export, labelled, metrics, rollout, sql
 from k3rl.viewer.index import as_json
 from k3rl.viewer.queries import Key, Selection
 from k3rl.viewer.session import Session
@@ -37,6 +37,13 @@ class Note(BaseModel):
     @property
     def key(self) -> Key:
         return Key(self.run, self.step, self.draw, self.sample)
+
+
+class Sql(BaseModel):
+    """A SELECT over the viewer's tables, and how many rows to answer with."""
+
+    query: str = Field(max_length=100_000)
+    limit: int = 1000
 
 
 def selection_of(run: Runs = [], filter: str = "", sort: str = "", descending: bool = False) -> Selection:  # noqa: B006
@@ -208,3 +215,10 @@ def _questions(app: FastAPI, session: Session) -> None:
         there), characters, tokens, token: {id, text} or null}``."""
         keys = Key(a_run, a_step, a_draw, a_sample), Key(b_run, b_step, b_draw, b_sample)
         return as_json(compare.pair(session.queries, *keys))
+
+    @app.post("/api/sql")
+    def run_sql(asked: Sql) -> Json:
+        """Body ``{query, limit}``: one SELECT over ``everything`` (all columns), ``rollouts``, ``derived``, ``notes``.
+
+        ``{columns: [{name, type}], rows: [[...]], truncated, seconds_s}``; at most 10,000 rows and 10 seconds."""
+        return sql.query(index, asked.query, asked.limit)
