@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import os
 import tempfile
@@ -79,10 +80,10 @@ class LocalBackend:
             raise InvalidRequest(str(error), code=400) from error
         if spec.template == "base":
             return await self._create_empty(spec)
-        snapshot_id = await self.blocking(self.host.find_snapshot, spec.template)
+        snapshot_id = await self.blocking(self.host.snapshots.find, spec.template)
         if snapshot_id is None:
             raise InvalidRequest(f"unknown template '{spec.template}'", code=400)
-        return await self.create_from_tar(spec, self.host.snapshot_file(snapshot_id))
+        return await self.create_from_tar(spec, self.host.snapshots.file(snapshot_id))
 
     async def _create_empty(self, spec: SandboxSpec) -> LocalSandbox:
         """A create that is cancelled still runs to its end in its thread; the sandbox is then killed."""
@@ -117,13 +118,13 @@ class LocalBackend:
         infos = [_info(live) for live in await self.blocking(self.host.all)]
         return [i for i in infos if wanted <= i.metadata.items() and state in (None, i.state)]
 
-    async def list_snapshots(self, name: str | None = None) -> list[SnapshotInfo]:
-        found = await self.blocking(self.host.snapshots)
+    async def list_snapshots(self, name: str | None = None) -> builtins.list[SnapshotInfo]:
+        found = await self.blocking(self.host.snapshots.all)
         every = [SnapshotInfo(i, tuple(m["names"]), m["created_at"]) for i, m in found.items()]
         return [s for s in every if name is None or name in s.names]
 
     async def delete_snapshot(self, snapshot_id: str) -> None:
-        await self.blocking(self.host.delete_snapshot, snapshot_id)
+        await self.blocking(self.host.snapshots.delete, snapshot_id)
 
     async def close(self) -> None:
         await self.finish(self.host.close)
@@ -286,7 +287,7 @@ class LocalSandbox:
         try:
             await self._save(temporary)
             names = [name] if name else []
-            keep = self._host.keep_snapshot
+            keep = self._host.snapshots.keep
             snapshot_id, created = await self._backend.finish(
                 keep, Path(temporary), names, live.spec, self.id
             )

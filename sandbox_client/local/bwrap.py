@@ -31,7 +31,8 @@ from sandbox_client.types import Limits
 
 HOME = "/home/user"
 WRITABLE = (HOME, "/tmp")
-INIT = Path(__file__).with_name("init.py")
+INIT = Path(__file__).with_name("inside")
+"""The modules of process 1, on the standard library alone."""
 _ETC = (
     "ld.so.cache",
     "ld.so.conf",
@@ -129,9 +130,9 @@ def command(
     fds: Descriptors,
     cgroups: list[Path],
     memory_by_group: bool,
-    init: Path = INIT,
+    init: Path,
 ) -> list[str]:
-    """The whole command line of one sandbox. ``init`` may be the compiled one."""
+    """The whole command line of one sandbox. ``init``: the folder of the compiled modules of `INIT`."""
     uid = user_id(isolation, sandbox_id)
     args = [isolation.bwrap, "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     args += [] if network else ["--unshare-net"]
@@ -180,12 +181,12 @@ def command(
         "writable": [HOME],
         "rlimits": _rlimits(limits, memory_by_group),
     }
-    args += ["--", isolation.python, "-I", "-S", "-B", "/run/init", json.dumps(config)]
+    args += ["--", isolation.python, "-I", "-S", "-B", "/run/init/main.pyc", json.dumps(config)]
     return _in_groups(args, cgroups)
 
 
 def bare_command(
-    isolation: Isolation, limits: Limits, fds: Descriptors, cgroups: list[Path], home: str
+    isolation: Isolation, limits: Limits, fds: Descriptors, cgroups: list[Path], home: str, init: Path
 ) -> list[str]:
     """The init as a plain child process: limits where the machine gives them, no isolation at all."""
     config = {
@@ -196,7 +197,9 @@ def bare_command(
         "writable": [],
         "rlimits": _rlimits(limits, memory_by_group=True),
     }
-    return _in_groups([isolation.python, "-I", "-S", "-B", str(INIT), json.dumps(config)], cgroups)
+    return _in_groups(
+        [isolation.python, "-I", "-S", "-B", str(init / "main.pyc"), json.dumps(config)], cgroups
+    )
 
 
 def _in_groups(args: list[str], cgroups: list[Path]) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 from sandbox_client import Limits, LocalBackend, SandboxSpec
 from sandbox_client.errors import IsolationUnavailable, SandboxNotFound
 from sandbox_client.local import bwrap, seccomp
-from sandbox_client.local.host import tree
+from sandbox_client.local.processes import tree
 from sandbox_client.types import MIB
 
 try:

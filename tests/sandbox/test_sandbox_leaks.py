@@ -16,7 +16,7 @@ import pytest
 
 from sandbox_client import LocalBackend, SandboxSpec
 from sandbox_client.local.cgroup import hierarchies
-from sandbox_client.local.host import tree
+from sandbox_client.local.processes import tree
 
 pytestmark = pytest.mark.usefixtures("needs_isolation")
 
