@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -148,3 +149,126 @@ def test_the_terminal_lists_and_shows(runs):
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "step" in listed
     assert "reward" in listed
+
+
+def test_a_step_of_a_chart_leads_to_its_rollouts(page, address):
+    page.goto(f"{address}/#/metrics")
+    configs = page.get_by_role("region", name="Config differences")
+    expect(configs).to_contain_text("seed")
+    expect(configs.get_by_role("row").filter(has_text="seed")).to_contain_text("1")
+    picture = page.get_by_role("figure", name="Reward", exact=True).locator("svg.clickable")
+    picture.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".readout:visible")).to_contain_text("step 1")
+    page.keyboard.press("Enter")
+    expect(page).to_have_url(re.compile(r"filter=step\+%3D\+1"))
+    expect(rows_of(page).first).to_be_visible()
+
+
+def test_words_are_searched_in_all_texts(page, address):
+    page.goto(f"{address}/#/rollouts?run=one")
+    page.get_by_label("Search all texts").fill("window.hacked")
+    page.keyboard.press("Enter")
+    expect(rows_of(page)).to_have_count(1)
+    expect(page.get_by_label("Filter", exact=True)).to_have_value('text ~ "window.hacked"')
+
+
+def test_the_filter_offers_columns_and_values(page, address):
+    page.goto(f"{address}/#/rollouts")
+    box = page.get_by_label("Filter", exact=True)
+    box.fill("eff")
+    expect(page.get_by_role("option", name="effort")).to_be_visible()
+    page.keyboard.press("Tab")
+    box.type("= ")
+    expect(page.get_by_role("option", name='"max"')).to_be_visible()
+    box.type("ma")
+    page.keyboard.press("Tab")
+    expect(box).to_have_value('effort = "max" ')
+    box.fill("rewrd > 1")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("did you mean 'reward'")
+
+
+def test_the_selection_is_downloaded(page, address):
+    page.goto(f"{address}/#/rollouts?run=two&filter=step+%3D+1")
+    page.get_by_text("Export", exact=True).click()
+    with page.expect_download() as download:
+        page.locator("[data-format=jsonl]").click()
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert len(lines) == 24
+    assert {json.loads(line)["step"] for line in lines} == {1}
+
+
+def test_every_page_works_from_the_keyboard_and_is_named(page, address):
+    page.goto(f"{address}/#/rollouts?run=one")
+    expect(rows_of(page).first).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.get_by_text("Skip to the content")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("main")).to_be_focused()
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    expect(page.locator(".rollout-main")).to_be_visible()
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.keyboard.press("u")
+    expect(rows_of(page).first).to_be_visible()
+    for view in ("metrics", "rollouts", "cells", "findings", "problems", "notes"):
+        page.goto(f"{address}/#/{view}")
+        expect(page.locator("main h1")).to_be_visible()
+        unnamed = page.locator("button, a, input, select, textarea, svg[role=img], canvas").evaluate_all(
+            """all => all.filter(e => !e.ariaLabel && !e.title && !e.textContent.trim() && !e.closest("label"))
+                .map(e => e.outerHTML.slice(0, 120))"""
+        )
+        assert unnamed == []
+
+
+# Of all visible text: the least ratio of WCAG 2, against the background that is seen behind it.
+LEAST_CONTRAST = """() => {
+  const probe = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgba = (css) => {
+    probe.clearRect(0, 0, 1, 1);
+    probe.fillStyle = css;
+    probe.fillRect(0, 0, 1, 1);
+    return [...probe.getImageData(0, 0, 1, 1).data];
+  };
+  const channel = (c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const over = (top, under) => [0, 1, 2].map((i) => (top[i] * top[3] + under[i] * (255 - top[3])) / 255).concat(255);
+  const behind = (e) => {
+    const own = rgba(getComputedStyle(e).backgroundColor);
+    return own[3] === 255 || !e.parentElement ? own : over(own, behind(e.parentElement));
+  };
+  const ratio = (e) => {
+    const back = behind(e);
+    const [a, b] = [light(over(rgba(getComputedStyle(e).color), back)), light(back)].sort((x, y) => y - x);
+    return { ratio: (a + 0.05) / (b + 0.05), what: e.outerHTML.slice(0, 140) };
+  };
+  const speaks = (e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()) && e.checkVisibility();
+  const read = (e) => !e.matches(":disabled, .disabled, option") && !e.closest("svg, .off");
+  const found = [...document.querySelectorAll("body *")].filter((e) => speaks(e) && read(e)).map(ratio);
+  return found.sort((a, b) => a.ratio - b.ratio)[0];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_in_light_and_dark(page, address, scheme):
+    page.emulate_media(color_scheme=scheme)
+    for view in (
+        "metrics",
+        "rollouts",
+        "cells",
+        "findings",
+        "problems",
+        "rollout/one/1/6/0",
+        "group/one/1/6",
+    ):
+        page.goto(f"{address}/#/{view}")
+        expect(page.locator("main h1")).to_be_visible()
+        page.wait_for_timeout(300)
+        shot(page, f"{view.split('/')[0]}-{scheme}")
+        least = page.evaluate(LEAST_CONTRAST)
+        assert least["ratio"] >= 4.5, least
