@@ -286,7 +286,7 @@ class VirtualTransport:
     def kill(self, index: int) -> None:
         self.workers.pop(index, None)
 
-    def close(self) -> None:
+    def close(self, over: bool = False) -> None:
         self.workers = {}
 
 

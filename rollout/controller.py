@@ -31,6 +31,7 @@ from rollout.record import (
     trajectory_to_json,
 )
 from rollout.scheduler import Plan, Scheduler
+from rollout.worker import SavedState
 
 STATE_FORMAT = 1
 
@@ -263,6 +264,20 @@ class Controller:
             raise RunError(f"rollout: group {draw} was settled before it was complete")
 
     # -- checkpoint ----------------------------------------------------------------------------------------
+
+    def saved(self, worker: int, state: SavedState) -> None:
+        """An environment that rests at its home was saved. One that went on meanwhile keeps what it has."""
+        entry = self.entries.get(state.id)
+        if entry is not None and (entry.worker, entry.home, entry.record.length) == (None, worker, state.at):
+            entry.trajectory.environment_state, entry.trajectory.sandbox = (
+                state.environment_state,
+                state.sandbox,
+            )
+
+    def sandboxes(self) -> dict[str, dict[str, str]]:
+        """By sandbox id: the records by which trajectories in flight find theirs."""
+        records = [e.trajectory.sandbox for e in self.entries.values()]
+        return {r["id"]: r for r in records if r}
 
     def state_dict(self) -> dict[str, Any]:
         """JSON, valid at any moment: what runs is saved as far as it was reported."""

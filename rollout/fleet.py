@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 CALLS_UNDER_WAY = 2
 """Slices that are asked of a worker at once, so that it works on while its last report is read."""
 POLL_S = 0.5
+SAME_FAILURES = 3
+"""Workers that fail with the same words one after another, nothing finished between: the run stops."""
+CLOSE_S = 20.0
+"""Workers that have not closed their environments by then are killed."""
 
 
 @dataclass(slots=True)
@@ -40,13 +44,15 @@ class _Call:
 @dataclass(slots=True)
 class Member:
     """A worker as its owner sees it. ``ready``: it has the current weights and takes orders. ``advances``
-    counts slices under way; ``release`` are trajectories it is about to be asked back."""
+    counts slices under way; ``release`` are trajectories it is about to be asked back; ``told`` which sandboxes are
+    still needed."""
 
     index: int
     calls: deque[_Call] = field(default_factory=deque)
     ready: bool = False
     dead: bool = False
     asleep: bool = False
+    told: bool = False
     advances: int = 0
     release: list[str] = field(default_factory=list)
     last: Report | None = None
@@ -74,6 +80,7 @@ class Fleet:
         self._acks: dict[int, Ack] = {}
         self._hello: Hello | None = None
         self._faults_in_row = 0
+        self._failures: list[str] = []  # what exceptions said, since something was finished
         self._last_news_s = clock()
         for member in self.members:
             self._start(member)
@@ -141,7 +148,13 @@ class Fleet:
         except WorkerDied as error:
             self.fault(member, f"it died during {call.what}: {error}")
         except Exception as error:  # the border of the worker: its failure is the worker's end, not the run's
-            self.fault(member, f"{call.what} failed: {type(error).__name__}: {error}")
+            why = f"{call.what} failed: {type(error).__name__}: {error}"
+            self._failures.append(why)
+            if (
+                self._failures[-SAME_FAILURES:] == [why] * SAME_FAILURES
+            ):  # no accident: the next will fail too
+                raise RunError(f"rollout: every worker fails alike: {why}") from error
+            self.fault(member, why)
         else:
             member.calls.popleft()
             for later in member.calls:  # calls are done one after another
@@ -161,6 +174,7 @@ class Fleet:
         self._last_news_s = self._clock()
         if progress:
             self._faults_in_row = 0
+            self._failures.clear()
 
     def fault(self, member: Member, why: str, stacks: bool = False) -> None:
         """Kill it, to be replaced; what it had goes on from what its owner holds."""
@@ -180,7 +194,7 @@ class Fleet:
         self._on_lost(member.index)
 
     def _start(self, member: Member) -> None:
-        member.dead = member.ready = member.asleep = False
+        member.dead = member.ready = member.asleep = member.told = False
         self.transport.start(member.index)
         limit_s = self.config.start_timeout_s
         self.call(member, "hello", "its start", limit_s, lambda hello: self._started(member, hello))
@@ -197,11 +211,15 @@ class Fleet:
         else:
             member.ready = True
 
-    def close(self) -> None:
-        for member in self.members:
-            if member.ready and not member.calls:
-                ticket = self.transport.call(member.index, "close")
-                self.transport.wait([ticket], min(5.0, self.config.call_timeout_s))
+    def close(self, over: bool = False) -> None:
+        """``over``: nothing that is in flight will go on."""
+        tickets = [
+            self.transport.call(m.index, "close", over) for m in self.members if m.ready and not m.calls
+        ]
+        deadline_s = self._clock() + min(CLOSE_S, self.config.call_timeout_s)
+        while tickets and (left_s := deadline_s - self._clock()) > 0:
+            done = self.transport.wait(tickets, left_s)
+            tickets = [t for t in tickets if t not in done]
         self.transport.close()
 
     # -- weights and memory --------------------------------------------------------------------------------

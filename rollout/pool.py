@@ -27,7 +27,7 @@ from rollout.controller import Controller
 from rollout.fleet import CALLS_UNDER_WAY, POLL_S, Fleet, Member
 from rollout.pump import Pump
 from rollout.transport import MakeWorker, RayTransport, Transport
-from rollout.worker import Orders, Report
+from rollout.worker import Orders, Report, SavedState
 
 DrawProblem = Callable[[], tuple[int, Problem] | None]
 """The next draw's ordinal and problem; ``None`` when there are no more."""
@@ -91,6 +91,7 @@ class RolloutPool:
         self._step_started_s = clock()
         self._lock = threading.RLock()
         self._pump: Pump | None = None
+        self._snapshots: set[str] = set()  # that the last checkpoint names
 
     @property
     def version(self) -> int:
@@ -258,6 +259,34 @@ class RolloutPool:
         """Before the first step. The weights of that version are published afterwards, as always."""
         with self._locked():
             self.controller.load_state_dict(state["controller"])
+            self._snapshots = snapshots_in(state)
+
+    def save_sandboxes(self) -> None:
+        """Resting trajectories' sandboxes are snapshotted, so that the next `state_dict` names them as they are now.
+        In modes in which trajectories run on, theirs are recovered by their calls instead."""
+        with self._locked():
+            for member in self.fleet.members:
+                if member.ready and not member.asleep:
+                    then = functools.partial(self._saved, member.index)
+                    self.fleet.call(member, "save", "its snapshots", self.config.start_timeout_s, then)
+            self.fleet.until(
+                lambda: not any(c.what == "its snapshots" for m in self.fleet.members for c in m.calls),
+                "the workers' snapshots",
+            )
+
+    def _saved(self, worker: int, states: list[SavedState]) -> None:
+        for state in states:
+            self.controller.saved(worker, state)
+
+    def checkpointed(self, state: dict[str, Any]) -> None:
+        """This `state_dict` is safely stored: snapshots that only the one before it named are deleted."""
+        with self._locked():
+            needed = snapshots_in(state)
+            old, self._snapshots = sorted(self._snapshots - needed), needed
+            ready = [m for m in self.fleet.members if m.ready and not m.asleep]
+            if old and ready:
+                what, limit_s = "its deletions", self.config.call_timeout_s
+                self.fleet.call(ready[0], "drop_snapshots", what, limit_s, lambda _: None, old)
 
     @property
     def next_draw(self) -> int:
@@ -273,12 +302,13 @@ class RolloutPool:
             out |= {f"rollout/busy_s/worker/{m.index}": m.busy_s for m in self.fleet.members}
         out["rollout/prefilled_tokens"] = float(sum(r.stats.prefilled_tokens for r in reports))
         out["rollout/abandoned_tools"] = float(sum(r.abandoned_tools for r in reports))
-        return out
+        return out | sandbox_metrics([r.sandboxes for r in reports if r.sandboxes])
 
-    def close(self) -> None:
+    def close(self, over: bool = False) -> None:
+        """``over``: nobody will go on with what is in flight, so that no sandbox is kept for it."""
         if self._pump is not None:
             self._pump.stop()
-        self.fleet.close()
+        self.fleet.close(over)
 
     # -- the loop ------------------------------------------------------------------------------------------
 
@@ -324,6 +354,9 @@ class RolloutPool:
     def _advance(self, member: Member, work: list[Any]) -> None:
         told = self.controller.take_orders(member.index)
         orders = Orders(told.forget, told.discard, member.release, work)
+        if not member.told:
+            named = {id_: {"snapshot": id_} for id_ in self._snapshots}
+            orders.keep, member.told = named | self.controller.sandboxes(), True
         member.release = []
         member.advances += 1
 
@@ -353,3 +386,23 @@ class RolloutPool:
     def _holding(self) -> list[str]:
         held = [f"worker {m.index} has {self._held(m)} trajectories" for m in self.fleet.members]
         return [*held, f"{len(self.controller.queue)} wait"]
+
+
+def snapshots_in(state: dict[str, Any]) -> set[str]:
+    """Ids of the sandboxes' snapshots that a pool's `state_dict` names."""
+    trajectories = [t for group in state["controller"]["groups"] for t in group["trajectories"]]
+    return {t["sandbox"]["snapshot"] for t in trajectories if (t["sandbox"] or {}).get("snapshot")}
+
+
+def sandbox_metrics(of_workers: list[dict[str, float]]) -> dict[str, float]:
+    """Counts of all workers together, their mean of medians and shares, their largest 99th percentile."""
+    out: dict[str, float] = {}
+    for name in sorted({name for one in of_workers for name in one}):
+        values = [one[name] for one in of_workers if name in one]
+        if name.endswith("_p99_s"):
+            out[f"sandbox/{name}"] = max(values)
+        elif name.endswith(("_s", "_share")):
+            out[f"sandbox/{name}"] = sum(values) / len(values)
+        else:
+            out[f"sandbox/{name}"] = sum(values)
+    return out

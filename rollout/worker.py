@@ -27,11 +27,14 @@ from k3rl.weights import Ack, Handshake, Publication, deliver
 from rollout.agent_loop import AgentLoop, Ask, Generate, Next, Run, TrajectoryWork
 from rollout.background import Background
 from rollout.engine import Engine, EngineStats, Generation
-from rollout.environment import Environment, environment_factory, make_environment
+from rollout.environment import Environment, HoldsSandbox, environment_factory, make_environment
+from rollout.environments.sandboxes import Sandboxes
 from rollout.record import Event, Record
 from rollout.tools import abandoned_tools
 
 log = logging.getLogger(__name__)
+MEASURE_S = 5.0
+"""Time limit of asking what the sandboxes measured."""
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class Orders:
     discard: list[str] = field(default_factory=list)  # they are over: stop them, close their environments
     release: list[str] = field(default_factory=list)  # hand them back, to run elsewhere
     work: list[TrajectoryWork] = field(default_factory=list)
+    keep: dict[str, Any] | None = None  # told once: sandboxes and snapshots that the run's trajectories need
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,17 @@ class Report:
     parked: int  # resting environments
     abandoned_tools: int
     busy_s: float
+    sandboxes: dict[str, float] = field(default_factory=dict)  # see `Sandboxes.measured`
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A resting environment after `RolloutWorker.save`, ``at`` so many response tokens."""
+
+    id: str
+    at: int
+    environment_state: dict[str, Any]
+    sandbox: dict[str, str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +83,8 @@ class Hello:
 
 class RolloutWorker:
     """``handshake`` says what this side's numbers mean (see `k3rl.weights.Handshake`); ``get`` replaces
-    `ray.get` where weights come through shared memory without Ray."""
+    `ray.get` where weights come through shared memory without Ray. ``sandboxes`` are for environments that use them;
+    the worker closes them."""
 
     def __init__(
         self,
@@ -81,6 +97,7 @@ class RolloutWorker:
         handshake: Handshake | None = None,
         device: str = "cpu",
         environment: Callable[[Problem], Environment | None] | None = None,
+        sandboxes: Sandboxes | None = None,
         get: Callable[[Any], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -91,9 +108,9 @@ class RolloutWorker:
             tokenizer=renderer.fingerprint(), vocab_size=renderer.vocab_size
         )
         self._device, self._get, self._clock = device, get, clock
-        self._loop = AgentLoop(
-            config, renderer, environment or (lambda p: make_environment(p, config.agent)), max_context
-        )
+        self._sandboxes = sandboxes
+        make = environment or (lambda p: make_environment(p, config.agent, sandboxes))
+        self._loop = AgentLoop(config, renderer, make, max_context)
         self._step_timeout_s = config.agent.step_timeout_s
         self._background: Background | None = None
         self._runs: dict[str, Run] = {}
@@ -112,6 +129,8 @@ class RolloutWorker:
         """Do the orders, then run for about ``slice_s``, or for ``slice_steps`` engine steps where that is set; less if
         nothing is left to do."""
         started, steps = self._clock(), 0
+        if orders.keep is not None and self._sandboxes is not None:
+            self._sandboxes.keep = orders.keep
         self._forget(orders.forget)
         self._discard(orders.discard)
         self._release(orders.release)
@@ -160,6 +179,7 @@ class RolloutWorker:
                 return
         elif parked is not None:
             self._drop(parked)
+            self._leave_behind(parked)
         self._runs[work.id] = run
         self._guard(run, lambda: self._loop.start(run))
 
@@ -285,6 +305,13 @@ class RolloutWorker:
             run = self._runs.pop(id_, None) or self._parked.pop(id_, None)
             if run is not None:
                 self._drop(run)
+                self._leave_behind(run)
+
+    def _leave_behind(self, run: Run) -> None:
+        """It goes on without the environment that is here. What it needs is not closed."""
+        if isinstance(run.environment, HoldsSandbox):
+            ticket = self._in_background().submit(run.environment.leave(), self._step_timeout_s)
+            self._tickets[ticket] = None
 
     def _discard(self, ids: Iterable[str]) -> None:
         for id_ in ids:
@@ -300,6 +327,32 @@ class RolloutWorker:
         if ticket is not None:
             self._tickets.pop(ticket, None)
             self._in_background().cancel(ticket)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    def save(self) -> list[SavedState]:
+        """Resting environments snapshot their sandboxes; the states that name the snapshots. One that cannot is left
+        out, and is recovered from what its trajectory says."""
+        resting = [r for r in self._parked.values() if r.opened and not r.asking]
+        held = [(r, r.environment) for r in resting if isinstance(r.environment, HoldsSandbox)]
+        calls = [environment.save() for _, environment in held]
+        ended = self._in_background().finish(calls, self._step_timeout_s) if calls else []
+        saved = []
+        for (run, _), error in zip(held, ended, strict=True):
+            if isinstance(error, BaseException):
+                log.warning("%s: trajectory %s: no snapshot: %r", self.name, run.id, error)
+            else:
+                saved.append(SavedState(run.id, run.record.length, run.state(), run.sandbox()))
+        return saved
+
+    def drop_snapshots(self, ids: list[str]) -> None:
+        """Snapshots that no checkpoint needs any more."""
+        if self._sandboxes is not None:
+            (ended,) = self._in_background().finish(
+                [self._sandboxes.drop_snapshots(ids)], self._step_timeout_s
+            )
+            if isinstance(ended, BaseException):  # the next sweep finds them
+                log.warning("%s: old snapshots stay: %r", self.name, ended)
 
     # -- weights, memory, scoring --------------------------------------------------------------------------
 
@@ -325,12 +378,16 @@ class RolloutWorker:
         """See `rollout.engine.Engine.score`."""
         return self.engine.score(sequences, starts)
 
-    def close(self) -> None:
-        """Close every environment that is here."""
+    def close(self, over: bool = False) -> None:
+        """Close every environment that is here. Where the run is not ``over``, sandboxes that trajectories need to go
+        on are kept as far as their backend can keep them."""
         runs = [*self._runs.values(), *self._parked.values()]
-        calls = [r.environment.close() for r in runs if r.environment is not None]
+        kept = () if over else (HoldsSandbox,)
+        calls = [r.environment.close() for r in runs if r.environment and not isinstance(r.environment, kept)]
+        last = [] if self._sandboxes is None else [self._sandboxes.close(over)]
         if self._background is not None:
-            for result in self._background.finish(calls, self._step_timeout_s):
+            results = self._background.finish(calls, self._step_timeout_s)
+            for result in results + self._background.finish(last, self._step_timeout_s):
                 if isinstance(result, BaseException):
                     log.warning("%s: closing an environment failed: %s", self.name, result)
             self._background.close()
@@ -345,6 +402,12 @@ class RolloutWorker:
         events, self._events = self._events, []
         for run in self._runs.values():
             run.events = self._events
-        return Report(
-            events, self.engine.stats(), len(self._ticket_of), len(self._parked), abandoned_tools(), busy_s
-        )
+        stats, parked, abandoned = self.engine.stats(), len(self._parked), abandoned_tools()
+        return Report(events, stats, len(self._ticket_of), parked, abandoned, busy_s, self._measured())
+
+    def _measured(self) -> dict[str, float]:
+        """Of the sandboxes; asked for where they live, since they change there."""
+        if self._sandboxes is None or not self._sandboxes.opened:
+            return {}
+        (found,) = self._in_background().finish([self._sandboxes.measured()], MEASURE_S)
+        return found if isinstance(found, dict) else {}

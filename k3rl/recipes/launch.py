@@ -24,6 +24,7 @@ from k3rl.recipes.judges import judges_running
 from k3rl.trainer.group import TrainerGroup
 from k3rl.weights import Handshake, Publication, verify
 from rewards.service import RewardService
+from rollout.environments.sandboxes import Sandboxes
 from rollout.pool import RolloutPool
 from rollout.worker import RolloutWorker
 
@@ -89,10 +90,10 @@ def worker_factory(
     *,
     seed: int,
     device: str,
+    sandboxes: Path,
     threads: int = 1,
-    trained: bool = True,
 ) -> Callable[[int], RolloutWorker]:
-    """Builds rollout worker i in its own process. ``trained``: weights will be published before the first token."""
+    """Builds rollout worker i in its own process. ``sandboxes`` is the run's folder for those of environments."""
     tokenizer = tokenizer_of(model)
 
     def make(index: int) -> RolloutWorker:
@@ -109,6 +110,13 @@ def worker_factory(
             name=f"rollout-{index}",
             handshake=handshake_of(renderer, config, model),
             device=device,
+            sandboxes=Sandboxes(
+                config.agent.sandbox,
+                folder=sandboxes,
+                owner=f"rollout-{index}",
+                places=config.groups * config.samples,
+                tool_timeout_s=config.agent.tool_timeout_s,
+            ),
         )
 
     return make
@@ -212,14 +220,18 @@ def rollout_running(
         options["num_gpus"] = COLOCATED_GPU_SHARE
     pool = RolloutPool(
         config,
-        worker_factory(model, config, seed=job.seed, device=device),
+        worker_factory(
+            model, config, seed=job.seed, device=device, sandboxes=Path(job.runs) / job.name / "sandboxes"
+        ),
         run_seed=job.seed,
         actor_options=options,
     )
     try:
         yield pool
-    finally:
-        pool.close()
+    except BaseException:
+        pool.close()  # the run can go on from its last checkpoint
+        raise
+    pool.close(over=True)
 
 
 @contextmanager

@@ -105,6 +105,9 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
                     journal.store.write_rollouts(step, leaving.rows(step, version, renderer, job.thinking))
                     for draw_number, reason in leaving.fates():
                         pool.settle(draw_number, reason)
+                    due = journal.due(step, job.checkpoint_every)
+                    if due:
+                        pool.save_sandboxes()
                     state = pool.state_dict()
                     journal.store.write_ledger(state["controller"]["ledger"])
                 metrics = step_metrics(
@@ -113,13 +116,14 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
                     progress,
                     {**metrics, **extra, **published.metrics, **pool.metrics(), **rewards.metrics()},
                 )
-                if journal.due(step, job.checkpoint_every):
+                if due:
                     with (
                         journal.progress.phase("checkpoint"),
                         journal.store.new_checkpoint(step, job.trainer.checkpoint.keep_last) as folder,
                     ):
                         trainer.save(folder / "trainer", tokenizer_folder(job.model))
                         (folder / "rollout.json").write_text(json.dumps(state))
+                    pool.checkpointed(state)
                 journal.record(step, metrics, summary(metrics))
             if stream.draw != pool.next_draw:
                 raise RunError(f"{stream.draw} problems were drawn, the ledger knows of {pool.next_draw}")

@@ -24,16 +24,16 @@ RUN_FILE = "run"
 
 
 class Sandboxes:
-    """``run`` names the run among all that use the same server, ``owner`` this worker within it; ``root`` is where
-    local ones live; ``tool_timeout_s`` limits tools that have no limit of their own."""
+    """``folder`` is the run's own for this: its identity among all runs that use the same server is kept there, and
+    local sandboxes' snapshots. ``owner`` names this worker within the run; ``places`` is the quota where the config has
+    none; ``tool_timeout_s`` limits tools that have no limit of their own."""
 
     def __init__(
         self,
         config: SandboxConfig,
         *,
-        run: str,
+        folder: Path,
         owner: str,
-        root: Path | None = None,
         places: int = 64,
         tool_timeout_s: float = 60.0,
     ) -> None:
@@ -41,7 +41,7 @@ class Sandboxes:
         self.keep: Mapping[str, Any] | None = None
         """By sandbox id: records of all that trajectories of the run still need; None: not known."""
         self.calls = self.replayed = 0
-        self._run, self._owner, self._root = run, owner, root
+        self._folder, self._owner = folder, owner
         self._quota = config.quota or places
         self._backend: Backend | None = None
         self._fleet: Fleet | None = None
@@ -67,13 +67,13 @@ class Sandboxes:
         """
         async with self._opening:
             if self._fleet is None:
-                self._backend = await asyncio.to_thread(_make_backend, self.config, self._root)
-                fleet = Fleet(self._backend, self._fleet_config())
+                self._backend = await asyncio.to_thread(_make_backend, self.config, self._folder)
+                fleet = Fleet(self._backend, self._fleet_config(run_identity(self._folder)))
                 await fleet.open(keep=self.keep)
                 self._fleet = fleet
         return self._fleet
 
-    def _fleet_config(self) -> FleetConfig:
+    def _fleet_config(self, run: str) -> FleetConfig:
         config = self.config
         spec = SandboxSpec(
             template=config.template,
@@ -87,7 +87,7 @@ class Sandboxes:
             ),
         )
         return FleetConfig(
-            run=self._run,
+            run=run,
             owner=self._owner,
             spec=spec,
             quota=self._quota + JUDGES,
@@ -139,21 +139,28 @@ class Sandboxes:
             self._backend = None
 
 
-def _make_backend(config: SandboxConfig, root: Path | None) -> Backend:
+def _make_backend(config: SandboxConfig, folder: Path) -> Backend:
     if config.backend == "local":
-        return LocalBackend(Path(config.root) if config.root else root, unsafe=config.unsafe)
+        return LocalBackend(Path(config.root) if config.root else folder, unsafe=config.unsafe)
     from sandbox_client.agentenv import AgentEnvBackend
 
     return AgentEnvBackend()
 
 
 def run_identity(folder: Path) -> str:
-    """The name by which a run's sandboxes are known on a server: made once, kept in ``folder``."""
+    """The name by which a run's sandboxes are known on a server: made once, kept in ``folder``. Two processes that
+    ask at the same time get the same."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = folder / RUN_FILE
-    try:
-        with open(file, "x", encoding="utf-8") as new:
-            new.write(f"{folder.resolve().parent.name}-{os.urandom(6).hex()}")
-    except FileExistsError:
-        pass
+    if not file.exists():
+        identity = os.urandom(6).hex()
+        mine = folder / f"{RUN_FILE}.{identity}"
+        mine.write_text(f"{folder.resolve().parent.name}-{identity}", encoding="utf-8")
+        try:
+            os.link(mine, file)  # whole, or not at all where another was first
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links: the last one wins
+            os.replace(mine, file)
+        mine.unlink(missing_ok=True)
     return file.read_text(encoding="utf-8")

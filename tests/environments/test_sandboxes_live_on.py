@@ -19,9 +19,7 @@ def own(tmp_path, do):
 
     def make(owner: str = "w0", **config) -> Sandboxes:
         made.append(
-            Sandboxes(
-                SandboxConfig(**config), run="run", owner=owner, root=tmp_path / "s", tool_timeout_s=10.0
-            )
+            Sandboxes(SandboxConfig(**config), folder=tmp_path / "s", owner=owner, tool_timeout_s=10.0)
         )
         return made[-1]
 
@@ -168,7 +166,7 @@ def test_a_closed_environment_leaves_no_sandbox(play, own, do):
 def test_as_many_sandboxes_as_the_quota_and_judges_beside_them(play, own, do):
     import asyncio
 
-    from conftest import says
+    from played import says
 
     from k3rl.data.code_repair import code_repair
     from rollout.environment import Turn
