@@ -254,3 +254,26 @@ def test_a_view_is_kept_under_a_name(page: Page, address):
     expect(page).to_have_url(kept)
     expect(rows_of(page)).to_have_count(24)
     expect(page.get_by_role("columnheader", name="reward")).to_have_attribute("aria-sort", "descending")
+
+
+def test_sql_answers_with_rows_a_chart_and_links(page: Page, address):
+    page.goto(f"{address}/#/sql")
+    page.get_by_role("button", name="Reward and length by step").click()
+    expect(page.get_by_role("figure", name="By step")).to_contain_text("of_budget")
+    shot(page, "sql")
+    query = page.get_by_label("SQL query")
+    query.fill(
+        "SELECT sample, problem_id FROM everything WHERE run = 'one' AND step = 1 ORDER BY draw, sample"
+    )
+    query.press("Control+Enter")
+    table = page.get_by_role("table", name="Rows")
+    expect(table.locator("tbody tr")).to_have_count(24)
+    query.fill("DROP TABLE rollouts")
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("alert")).to_contain_text("it should be one SELECT")
+    query.fill("SELECT run, step, draw, sample FROM everything WHERE run = 'two' LIMIT 1")
+    page.get_by_role("button", name="Run").click()
+    expect(table.locator("tbody tr")).to_have_count(1)
+    page.reload()
+    table.get_by_role("link").click()
+    expect(page).to_have_url(re.compile("#/rollout/two/"))

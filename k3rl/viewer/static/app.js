@@ -12,6 +12,7 @@ import { showNotes } from "./notes.js";
 import { showProblem } from "./problem.js";
 import { showRollout } from "./rollout.js";
 import { runColor, showMetrics } from "./runs.js";
+import { showSql } from "./sql.js";
 import { showTable } from "./table.js";
 
 const POLL_MS = 1500;
@@ -22,6 +23,7 @@ const VIEWS = {
   findings: ["Findings", showFindings],
   problems: ["Compare", showProblems],
   notes: ["Notes", showNotes],
+  sql: ["SQL", showSql],
   problem: [null, showProblem],
   rollout: [null, showRollout],
   group: [null, showGroup],
