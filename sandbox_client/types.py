@@ -217,7 +217,7 @@ class Sandbox(Protocol):
     async def resume(self, *, ttl_s: float | None = None) -> None:
         """Idempotent; the deadline becomes now + ``ttl_s`` (the spec's where None)."""
 
-    async def fork(self, count: int = 1) -> list[Sandbox]:
+    async def fork(self, count: int = 1) -> Sequence[Sandbox]:
         """Children of a running sandbox. All or none: if one fails, the others are killed and it raises."""
 
     async def snapshot(self, name: str | None = None) -> SnapshotInfo: ...

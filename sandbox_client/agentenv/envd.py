@@ -213,7 +213,7 @@ class Envd:
         return f"{(config.data_url or config.api_url).rstrip('/')}/{path}"
 
     def _headers(self, user: str | None = None) -> dict[str, str]:
-        headers = {}
+        headers: dict[str, str] = {}
         if not self._config.domain:
             headers |= {"x-agentenv-sandbox-id": self._sandbox_id, "x-agentenv-target-port": str(PORT)}
         if token := self.tokens.get("envd"):

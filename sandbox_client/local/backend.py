@@ -175,7 +175,7 @@ class LocalSandbox:
         if user not in (None, "user"):
             raise Unsupported(f"a local sandbox has one user, 'user'; asked for '{user}'")
         live = await self._running()
-        request = {
+        request: dict[str, Any] = {
             "op": "exec",
             "argv": shell_argv(command),
             "env": {**bwrap.environment(), "HOME": live.home, **live.spec.env, **(env or {})},

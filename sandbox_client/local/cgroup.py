@@ -29,7 +29,7 @@ class Hierarchy:
 
 
 def _mounts() -> list[tuple[Path, int, set[str]]]:
-    found = []
+    found: list[tuple[Path, int, set[str]]] = []
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, where, kind, options, *_ = line.split()
         if kind == "cgroup2":

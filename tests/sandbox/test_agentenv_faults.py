@@ -14,9 +14,9 @@ from conftest import client_config
 
 from sandbox_client import SandboxSpec, State
 from sandbox_client.agentenv import AgentEnvBackend, AgentEnvConfig
-from sandbox_client.agentenv.backend import CREATE_KEY
 from sandbox_client.agentenv.envd import FrameParser, exit_of, frame
 from sandbox_client.agentenv.http import classify
+from sandbox_client.agentenv.records import CREATE_KEY
 from sandbox_client.errors import (
     AuthenticationFailed,
     BrokenStream,
@@ -200,7 +200,7 @@ async def test_listing_follows_all_pages(server: AgentEnvServer, agentenv, monke
 
 
 async def test_forks_are_asked_for_in_batches(server: AgentEnvServer, agentenv, monkeypatch) -> None:
-    monkeypatch.setattr("sandbox_client.agentenv.backend.FORK_BATCH", 2)
+    monkeypatch.setattr("sandbox_client.agentenv.sandbox.FORK_BATCH", 2)
     sandbox = await agentenv.create(SPEC)
     children = await sandbox.fork(5)
     assert len({c.id for c in children}) == 5

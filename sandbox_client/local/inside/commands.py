@@ -20,7 +20,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def descendants(root):
     """Pids below ``root``, orphans included: their subreaper is the handler, so they stay its descendants."""
-    children = {}
+    children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
@@ -73,8 +73,8 @@ def become(request, fds, failure):
         os.dup2(failure, 3)
         os.set_inheritable(3, False)
         os.closerange(4, 65536)
-        for number in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
+        for ignored in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGXFSZ):
+            signal.signal(ignored, signal.SIG_DFL)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("500")  # before the init
         resource.setrlimit(resource.RLIMIT_NPROC, (request["processes"], request["processes"]))

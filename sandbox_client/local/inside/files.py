@@ -161,6 +161,7 @@ def op_load(conn, request):
             yield member
 
     with tarfile.open(fileobj=FrameReader(conn), mode="r|") as tar:
-        keep = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
-        tar.extractall("/", members(tar), **keep)  # as the sandbox's user, inside the sandbox
+        if hasattr(tarfile, "fully_trusted_filter"):
+            tar.extraction_filter = tarfile.fully_trusted_filter
+        tar.extractall("/", members(tar))  # as the sandbox's user, inside the sandbox
     send_json(conn, b"J", {})

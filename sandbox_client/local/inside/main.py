@@ -55,7 +55,9 @@ def handle(conn):
         kind = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
         with contextlib.suppress(OSError):
             conn.setblocking(True)
-            said = f"{error.strerror}: {error.filename}" if getattr(error, "filename", None) else str(error)
+            said = str(error)
+            if isinstance(error, OSError) and error.filename:
+                said = f"{error.strerror}: {error.filename}"
             send_json(conn, b"F", {"kind": kind, "message": said})
 
 
@@ -118,7 +120,7 @@ def serve_in_child(listener, conn, lifeline, wakes):
                 conn,
                 b"F",
                 {
-                    "kind": errno.errorcode.get(error.errno, "OSError"),
+                    "kind": errno.errorcode.get(error.errno or 0, "OSError"),
                     "message": "the sandbox's process limit is reached",
                 },
             )
