@@ -1,8 +1,8 @@
 """What people said of rollouts, as data: lines of notes, conversations for SFT, pairs for preference work.
 
 A conversation is the problem's messages and the response by channel, as `k3rl` reads it for SFT and as other trainers
-read it too. Rollouts of several turns are left out of conversations and counted: their stored text holds tool results
-that cannot be told back into messages exactly, and a guess would teach something that nobody said.
+read it too. Rollouts of several turns are left out of conversations and counted, unless their messages were stored: the
+text of tool results cannot be told back into messages exactly, and a guess would teach something that nobody said.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Form = Literal["notes", "sft", "preference"]
 Row = dict[str, Any]
 NOTED = "flag is not null or note is not null"
 _MOST = 10_000
-_TEXTS = ("messages_json", "reasoning", "content", "turns", "status")
+_TEXTS = ("messages_json", "reasoning", "content", "turns", "turns_json", "status")
 _KEY = ("run", "step", "draw", "sample", "problem_id", "domain", "effort", "reward", "flag", "note")
 
 
@@ -64,28 +64,34 @@ def lines(queries: Queries, runs: list[str], form: Form) -> Iterator[str]:
     return (json.dumps(line, ensure_ascii=False) + "\n" for line in found)
 
 
-Conversation = tuple[Row, list[Row], Row]
-"""A row, the messages of its problem, the assistant's message."""
+Conversation = tuple[Row, list[Row], list[Row]]
+"""A row, the messages of its problem, the messages that followed."""
 
 
 def _conversations(index: Index, rows: list[Row]) -> Iterator[Conversation]:
-    """Those of one finished turn whose messages were stored."""
+    """Those whose messages were stored, and which are of one turn or came with the messages of all."""
     for row in rows:
         if row["flag"] not in ("good", "bad"):
             continue
         file, at = index.file_of(int(row["rid"]))
         values = read_row(file.path, at, _TEXTS)
         messages = loaded(values.get("messages_json"))
-        if (
-            not isinstance(messages, list)
-            or (values.get("turns") or 1) > 1
-            or values.get("status") == "failed"
-        ):
-            continue
-        said = {"role": "assistant", "content": values.get("content") or ""}
-        if values.get("reasoning"):
-            said["reasoning_content"] = values["reasoning"]
-        yield row, messages, said
+        said = _said(values)
+        if isinstance(messages, list) and said and values.get("status") != "failed":
+            yield row, messages, said
+
+
+def _said(values: Row) -> list[Row]:
+    """The messages of a response; none where they cannot be told exactly."""
+    turns = loaded(values.get("turns_json"))
+    if isinstance(turns, list) and turns:
+        return turns
+    if (values.get("turns") or 1) > 1:
+        return []
+    message = {"role": "assistant", "content": values.get("content") or ""}
+    if values.get("reasoning"):
+        message["reasoning_content"] = values["reasoning"]
+    return [message]
 
 
 def _sft(whole: list[Conversation]) -> Iterator[Row]:
@@ -93,7 +99,7 @@ def _sft(whole: list[Conversation]) -> Iterator[Row]:
         if row["flag"] == "good":
             yield {
                 "id": _name(row),
-                "messages": [*messages, said],
+                "messages": [*messages, *said],
                 "effort": row["effort"],
                 "note": row["note"],
             }
@@ -111,8 +117,8 @@ def _pairs(whole: list[Conversation]) -> Iterator[Row]:
                 yield {
                     "id": f"{_name(good)} > {_name(bad)}",
                     "prompt": messages,
-                    "chosen": [chosen],
-                    "rejected": [rejected],
+                    "chosen": chosen,
+                    "rejected": rejected,
                     "effort": good["effort"],
                 }
 

@@ -277,3 +277,36 @@ def test_sql_answers_with_rows_a_chart_and_links(page: Page, address):
     page.reload()
     table.get_by_role("link").click()
     expect(page).to_have_url(re.compile("#/rollout/two/"))
+
+
+def test_messages_of_another_program_are_read_noted_and_exported(page: Page, tmp_path):
+    question = {"role": "user", "content": "What is 2+2?"}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}],
+    }
+    talk = [question, call, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "<b>4</b>"}]
+    lines = [
+        {"messages": talk, "reward": 1.0},
+        {"messages": [question, {"role": "assistant", "content": "5"}]},
+    ]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with served(file) as base:
+        page.goto(f"{base}/#/rollouts")
+        expect(rows_of(page)).to_have_count(2)
+        rows_of(page).first.click()
+        expect(page.locator(".call")).to_contain_text("add")
+        expect(page.locator(".reading")).to_contain_text("<b>4</b>")
+        page.keyboard.press("f")
+        expect(page.locator("[data-flag=good]")).to_have_attribute("aria-pressed", "true")
+        page.get_by_role("link", name="Notes").click()
+        expect(page.locator(".note-item")).to_have_count(1)
+        (said,) = saved_lines(page, "sft")
+        assert [m["role"] for m in said["messages"]] == ["user", "assistant", "tool", "assistant"]
+        for view in ("metrics", "cells", "findings", "problems", "sql"):
+            page.goto(f"{base}/#/{view}")
+            expect(page.locator("main h1")).to_be_visible()
+            expect(page.locator("main .error")).to_have_count(0)
+            expect(page.locator("main")).not_to_contain_text(re.compile("null|undefined|NaN"))

@@ -61,10 +61,11 @@ async function poll(first = false) {
   try {
     const fresh = await get("state");
     const news = fresh.version !== state.version;
+    const began = fresh.runs.length > 0 && !state.runs.length;
     state = fresh;
     drawSide();
     drawBanner();
-    if (first) await show();
+    if (first || began) await show();
     else if (news && shown.update) await shown.update(state);
   } catch (error) {
     replace(banner, errorBox(first || error.message !== "Failed to fetch" ? error : new Error("the viewer's server does not answer; is it still running?")));
@@ -128,7 +129,7 @@ function drawSide() {
 }
 
 function runItem(run, on, toggle) {
-  const steps = run.steps_asked ? `${run.steps_done ?? 0}/${run.steps_asked} steps` : `${run.steps} steps`;
+  const steps = run.steps_asked ? `${run.steps_done ?? 0}/${run.steps_asked} steps` : run.steps === 1 ? "1 step" : `${run.steps} steps`;
   return h(
     "label",
     { class: `run ${on ? "" : "off"}`, title: run.reason || run.name },

@@ -71,7 +71,7 @@ function matrix(cells, by) {
     const cell = cells.find((c) => c.domain === domain && c.effort === effort);
     if (!cell) return h("td", { class: "faint" }, "–");
     const strength = cell[by] === null ? 0 : Math.round(45 * ((cell[by] - low) / (high - low || 1)));
-    return h("td", { style: { background: `color-mix(in oklab, ${color} ${strength}%, transparent)` } }, h("a", { href: rolloutsOf(cell), title: "Its rollouts" }, h("b", {}, shown(cell, by)), h("span", { class: "faint" }, `${number(cell.rollouts)} rollouts`)));
+    return h("td", { style: { background: `color-mix(in oklab, ${color} ${strength}%, transparent)` } }, h("a", { href: rolloutsOf(cell), title: "Its rollouts" }, h("b", {}, shown(cell, by)), h("span", { class: "faint" }, cell.rollouts === 1 ? "1 rollout" : `${number(cell.rollouts)} rollouts`)));
   };
   return h(
     "div",

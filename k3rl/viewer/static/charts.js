@@ -21,7 +21,7 @@ export function lineChart({ title, series, onStep = null, unit = "", smooth = 0,
   const cursor = svg("line", { class: "cursor", y1: SIZE.top, y2: SIZE.height - SIZE.bottom, visibility: "hidden" });
   const readout = h("div", { class: "readout", hidden: true });
   picture.append(cursor);
-  figure.append(h("div", { class: "plot" }, picture, readout), legend(lines));
+  figure.append(h("div", { class: "plot" }, picture, readout), ...legend(lines));
   follow(picture, cursor, readout, lines, scale, onStep);
   return figure;
 }
@@ -112,9 +112,9 @@ function path(steps, values, { x, y }) {
 }
 
 function legend(lines) {
-  if (lines.length === 1 && !lines[0].name) return null;
+  if (lines.length === 1 && !lines[0].name) return [];
   const key = (l) => svg("svg", { class: "line-key", viewBox: "0 0 18 4", "aria-hidden": "true" }, svg("line", { x1: 0, x2: 18, y1: 2, y2: 2, style: { stroke: l.color, "stroke-dasharray": l.dash ?? "none" } }));
-  return h("ul", { class: "legend" }, lines.map((l) => h("li", {}, key(l), l.name)));
+  return [h("ul", { class: "legend" }, lines.map((l) => h("li", {}, key(l), l.name)))];
 }
 
 function summary(title, lines) {

@@ -64,7 +64,7 @@ function lengthCard(row) {
     line("budget", budget, "limit"),
     line("reference", row.reference_length, "limit"),
     budget ? h("p", { class: "faint" }, `${percent(row.sampled_tokens / budget)} of the budget`) : null,
-    h("div", {}, row.stop_reason ? h("span", { class: `tag ${tone(row.stop_reason)}` }, row.stop_reason) : null, h("span", { class: `tag ${tone(row.status ?? "")}` }, row.status ?? "–"), h("span", { class: `tag ${tone(row.fate ?? "")}` }, row.fate ?? "–")),
+    h("div", {}, row.stop_reason ? h("span", { class: `tag ${tone(row.stop_reason)}` }, row.stop_reason) : null, [row.status, row.fate].filter(Boolean).map((word) => h("span", { class: `tag ${tone(word)}` }, word))),
     row.error ? h("p", { class: "bad-text" }, row.error) : null,
   );
 }

@@ -42,25 +42,38 @@ export function promptView(whole) {
   const messages = Array.isArray(whole.traces.messages) ? whole.traces.messages : [];
   if (!messages.length && !whole.texts.prompt_text) return null;
   if (!messages.length) return bubble("prompt", "prompt", longText(whole.texts.prompt_text));
-  return messages.map((m) => bubble(`message role-${m.role}`, m.role, messageBody(m)));
+  return messages.map((m) => bubble("message", m?.role ?? "message", messageBody(m)));
 }
 
+/** What is no message at all is shown as it is: other programs' files hold anything. */
 function messageBody(message) {
+  if (typeof message !== "object" || message === null) return longText(String(message));
   const body = [longText(contentText(message.content))];
   const reasoning = message.reasoning_content ?? message.reasoning;
-  if (reasoning) body.unshift(channelBox("think", longText(reasoning)));
-  for (const call of message.tool_calls ?? []) body.push(channelBox("tool_call", callView(call)));
+  if (reasoning) body.unshift(channelBox("think", longText(String(reasoning))));
+  for (const call of Array.isArray(message.tool_calls) ? message.tool_calls : []) body.push(channelBox("tool_call", callView(call)));
   return body;
 }
 
+/** A call as chat APIs write it: arguments are JSON in a text, or already read. */
 function callView(call) {
-  const f = call.function ?? call;
-  return [h("b", {}, f.name ?? "?"), h("pre", {}, typeof f.arguments === "string" ? f.arguments : JSON.stringify(f.arguments, null, 1))];
+  const f = call?.function ?? call ?? {};
+  const given = typeof f.arguments === "string" ? parsed(f.arguments) : f.arguments;
+  const known = typeof given === "object" && given !== null && !Array.isArray(given);
+  return callBox({ name: f.name ?? "?", arguments: known ? given : {}, raw: known || given === undefined ? "" : String(f.arguments) });
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return text; // shown as it is
+  }
 }
 
 export function contentText(content) {
   if (typeof content === "string") return content;
-  if (Array.isArray(content)) return content.map((p) => p.text ?? `[${p.type ?? "part"}]`).join("\n");
+  if (Array.isArray(content)) return content.map((p) => (typeof p === "string" ? p : (p?.text ?? `[${p?.type ?? "part"}]`))).join("\n");
   return content === null || content === undefined ? "" : JSON.stringify(content, null, 1);
 }
 
@@ -102,7 +115,7 @@ function inPieces(items, view) {
 
 /** Rows that other programs wrote, and runs without their tokenizer: messages where there are any, else texts. */
 function untokenised({ texts, traces }) {
-  if (Array.isArray(traces.turns) && traces.turns.length) return traces.turns.map((m) => bubble(`turn ${m.role === "assistant" ? "policy" : "environment"}`, m.role, messageBody(m)));
+  if (Array.isArray(traces.turns) && traces.turns.length) return traces.turns.map((m) => bubble(`turn ${m?.role === "assistant" ? "policy" : "environment"}`, m?.role ?? "message", messageBody(m)));
   const parts = [];
   if (texts.reasoning) parts.push(channelBox("think", longText(texts.reasoning)));
   if (texts.content || texts.response_text) parts.push(channelBox("response", longText(texts.content || texts.response_text)));
