@@ -119,7 +119,7 @@ def test_the_official_client_works_against_the_server(server: AgentEnvServer, mo
     from importlib.metadata import version
 
     if tuple(map(int, version("e2b").split(".")[:2])) >= (2, 51):
-        pytest.skip("this e2b speaks a later API than AgentENV's: POST /v2/sandboxes")
+        pytest.skip("this e2b creates by POST /v2/sandboxes, which AgentENV has not: pip install 'e2b<2.51'")
     monkeypatch.setenv("E2B_API_URL", server.url)
     monkeypatch.setenv("E2B_SANDBOX_URL", server.url)
     monkeypatch.setenv("E2B_API_KEY", server.api_key)
