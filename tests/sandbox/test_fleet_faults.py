@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
+from agentenv_server import Fault
 
 from sandbox_client import Fleet, FleetConfig, SandboxSpec, State
-from sandbox_client.errors import SandboxNotFound, Unavailable, Unsupported
+from sandbox_client.errors import SandboxError, SandboxNotFound, Unavailable, Unsupported
 from sandbox_client.fleet import LEASED, ROLE_KEY, TASK_KEY, WARM
 from sandbox_client.owners import OWNER_KEY, RUN_KEY
 
@@ -238,3 +240,51 @@ async def test_commands_are_timed(backend) -> None:
         stats = fleet.stats()
         assert len(fleet.metrics.exec_s) == 2
         assert stats["exec_p99_s"] >= 0.2
+
+
+async def turns(fleet: Fleet, name: str) -> list[str]:
+    """A trajectory: three tool calls with pauses between, saved and let go half-way. -> what its file holds."""
+    lease = await fleet.acquire(name)
+    for turn in range(3):
+        async with lease.awake() as sandbox:
+            done = await sandbox.exec(f"echo {name} {turn} >> turns")
+            assert done.ok, done
+        if turn == 1:
+            await lease.save()
+            lease = await fleet.restore(await lease.detach())
+    async with lease.awake() as sandbox:
+        said = (await sandbox.read_file("turns")).decode().splitlines()
+    await lease.release()
+    return said
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_each_trajectory_ends_well_or_fails_alone_with_its_reason(server, agentenv, seed: int) -> None:
+    """A server that answers 500 to 504 and 409, is slow, and cuts connections before, during and after the work."""
+    rng = random.Random(seed)
+    faults = [{"status": s} for s in (500, 502, 503, 504)] + [{"status": 500, "code": 503}]
+    faults += [{"status": 409, "code": 409}, {"delay_s": 0.3}]
+    faults += [{"drop": d} for d in ("before", "after", "stream")]
+    calls = [
+        "/sandboxes",
+        "/sandboxes/[^/]+/(pause|resume|snapshots)",
+        "/process.Process/Start",
+        "/v2/sandboxes",
+    ]
+    for _ in range(25):
+        fault = {"method": "POST", "path": rng.choice(calls), **rng.choice(faults)}
+        server.faults.append(Fault(**fault))
+    fleet = Fleet(agentenv, config(quota=8, acquire_s=60.0))
+    await fleet.open()
+    ended = await asyncio.gather(*(turns(fleet, f"t{n}") for n in range(16)), return_exceptions=True)
+    for n, end in enumerate(ended):
+        if isinstance(end, BaseException):
+            assert isinstance(end, SandboxError), repr(end)
+            assert str(end)
+        else:
+            assert end == [f"t{n} {turn}" for turn in range(3)]  # nothing lost, nothing done twice
+    assert sum(isinstance(end, list) for end in ended) >= 4
+    server.faults.clear()
+    await fleet.close(keep_resumable=False)
+    assert await agentenv.list() == []
+    assert await agentenv.list_snapshots() == []

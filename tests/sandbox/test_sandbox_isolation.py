@@ -107,7 +107,17 @@ async def test_other_sandboxes_are_out_of_sight(backend, sandbox) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/usr/bin/x", "/etc/x", "/x", "/dev/x", "/run/init", "/home/x", "/proc/sys/kernel/hostname"]
+    "path",
+    [
+        "/usr/bin/x",
+        "/etc/x",
+        "/x",
+        "/dev/x",
+        "/run/x",
+        "/run/init/main.pyc",
+        "/home/x",
+        "/proc/sys/kernel/hostname",
+    ],
 )
 async def test_nothing_is_writable_outside_the_private_layer(sandbox, path: str) -> None:
     done = await sandbox.exec(f"echo x > {path}")
@@ -128,6 +138,26 @@ async def test_memory_bomb_is_killed(sandbox) -> None:
     done = await python(sandbox, "x = bytearray(2 << 30); print(len(x))", timeout_s=30)
     assert not done.ok
     assert done.out_of_memory or "MemoryError" in done.stderr
+    assert (await sandbox.exec("echo alive")).stdout == "alive\n"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "import os, time\nfor _ in range(20):\n if os.fork() == 0:\n  x = bytearray(50 << 20); "
+        "time.sleep(2); os._exit(0)\ntime.sleep(2)",
+        "import os\nfor _ in range(30): os.write(os.memfd_create('x'), b'x' * (30 << 20))",
+        "n = 0\nwhile n < 400000: open(f'/tmp/{n}', 'w').close(); n += 1",
+        "import ctypes\nl = ctypes.CDLL(None)\nl.shmat.restype = ctypes.c_void_p\nfor _ in range(30): "
+        "ctypes.memset(l.shmat(l.shmget(0, 30 << 20, 0o1600), None, 0), 1, 30 << 20)",
+    ],
+    ids=["many processes", "memory files", "empty files", "shared segments"],
+)
+async def test_memory_is_limited_whichever_way_it_is_taken(backend, sandbox, way: str) -> None:
+    if "memory" not in backend.capabilities.enforced_limits:
+        pytest.skip("memory is limited for a sandbox as a whole only by a memory control group")
+    done = await python(sandbox, way, timeout_s=60)
+    assert done.out_of_memory
     assert (await sandbox.exec("echo alive")).stdout == "alive\n"
 
 
