@@ -310,3 +310,23 @@ def test_messages_of_another_program_are_read_noted_and_exported(page: Page, tmp
             expect(page.locator("main h1")).to_be_visible()
             expect(page.locator("main .error")).to_have_count(0)
             expect(page.locator("main")).not_to_contain_text(re.compile("null|undefined|NaN"))
+
+
+def test_rollouts_are_scored_again_and_what_cannot_be_is_marked(page: Page, address):
+    page.goto(f"{address}/#/rollouts?run=one&filter=step+%3D+1")
+    expect(rows_of(page)).to_have_count(24)
+    page.get_by_role("link", name="Re-score these").click()
+    page.get_by_label("Reward", exact=True).select_option("regex")
+    page.get_by_label("Arguments").fill("nonsense")
+    page.get_by_role("button", name="Score again").click()
+    expect(page.get_by_role("alert")).to_contain_text("'nonsense' is not name = value")
+    page.get_by_label("Arguments").fill('pattern = "1"')
+    page.get_by_role("button", name="Score again").click()
+    table = page.get_by_role("table", name="Before and after regex")
+    expect(table.locator("tbody tr")).to_have_count(24, timeout=60_000)
+    expect(page.get_by_role("group", name="Summary")).to_contain_text(re.compile(r"23\s*scored"))
+    expect(table.locator(".meter.change").first).to_be_visible()
+    shot(page, "rescore")
+    expect(page.locator(".unreplayed")).not_to_have_count(0)
+    expect(table.get_by_text("not replayed").first).to_be_visible()
+    expect(page).to_have_url(re.compile("reward=regex"))

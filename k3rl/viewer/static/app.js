@@ -10,6 +10,7 @@ import { bindAlways, bindKeys, listenToKeys } from "./keys.js";
 import { address, changed, go, place } from "./router.js";
 import { showNotes } from "./notes.js";
 import { showProblem } from "./problem.js";
+import { showRescore } from "./rescore.js";
 import { showRollout } from "./rollout.js";
 import { runColor, showMetrics } from "./runs.js";
 import { showSql } from "./sql.js";
@@ -24,6 +25,7 @@ const VIEWS = {
   problems: ["Compare", showProblems],
   notes: ["Notes", showNotes],
   sql: ["SQL", showSql],
+  rescore: ["Re-score", showRescore],
   problem: [null, showProblem],
   rollout: [null, showRollout],
   group: [null, showGroup],

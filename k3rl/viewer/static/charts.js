@@ -179,3 +179,13 @@ export function meter(value, [low, high], label = "") {
     h("span", { class: "meter-fill", style: { left: `${100 * from}%`, width: `${100 * (to - from)}%` } }),
   );
 }
+
+/** From the middle to the right for better, to the left for worse. */
+export function changeBar(change) {
+  const size = Math.min(50, 50 * Math.abs(change));
+  const better = change > 0;
+  return [
+    h("span", { class: `meter change ${better ? "" : "below"}`, "aria-hidden": "true" }, h("span", { class: "meter-fill", style: { left: `${better ? 50 : 50 - size}%`, width: `${size}%` } })),
+    h("span", { class: better ? "positive" : change < 0 ? "negative" : "faint" }, ` ${better ? "+" : ""}${number(change)}`),
+  ];
+}

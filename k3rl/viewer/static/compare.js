@@ -1,6 +1,7 @@
 // Problems over time or between two runs: always solved, never solved, most changed.
 
 import { get } from "./api.js";
+import { changeBar } from "./charts.js";
 import { h, number, percent, replace } from "./dom.js";
 import { bindKeys } from "./keys.js";
 import { changed, go, problemAddress } from "./router.js";
@@ -46,14 +47,4 @@ function section({ count, problems }, title, meaning, { kind, runs, other }) {
 function line(p, kind, runs) {
   const numbers = kind === "changed" ? [h("td", {}, number(p.first_mean)), h("td", {}, number(p.last_mean)), h("td", {}, changeBar(p.change))] : [h("td", {}, number(p.reward_mean))];
   return h("tr", {}, h("th", { scope: "row" }, h("a", { href: problemAddress(p, { run: runs }) }, p.problem_id)), h("td", {}, p.domain ?? "–"), h("td", {}, number(p.rollouts)), numbers, h("td", {}, percent(p.solved_share)));
-}
-
-/** From the middle to the right for better, to the left for worse. */
-function changeBar(change) {
-  const size = Math.min(50, 50 * Math.abs(change));
-  const better = change > 0;
-  return [
-    h("span", { class: `meter change ${better ? "" : "below"}`, "aria-hidden": "true" }, h("span", { class: "meter-fill", style: { left: `${better ? 50 : 50 - size}%`, width: `${size}%` } })),
-    h("span", { class: better ? "positive" : "negative" }, ` ${better ? "+" : ""}${number(change)}`),
-  ];
 }

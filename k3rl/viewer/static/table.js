@@ -24,7 +24,7 @@ export async function showTable(main, { here, runs, state, current }) {
   const pages = h("div", { class: "pages" });
   replace(
     main,
-    h("div", { class: "bar" }, h("h1", {}, "Rollouts"), filter.box, searchBox(here), bundle ? null : menu("Views", viewsMenu()), columnMenu(known, names), exportMenu(here)),
+    h("div", { class: "bar" }, h("h1", {}, "Rollouts"), filter.box, searchBox(here), bundle ? null : menu("Views", viewsMenu()), columnMenu(known, names), exportMenu(here), bundle ? null : h("a", { class: "button", href: address("rescore", [], listParameters(here)), title: "Score these again with another reward" }, "Re-score these")),
     quickFilters(known, here),
     facts,
     h("div", { class: "scroll" }, table),
