@@ -140,7 +140,7 @@ function runItem(run, on, toggle) {
     h(
       "span",
       { class: "run-text" },
-      h("span", { class: "run-line" }, h("span", { class: "run-name" }, run.name), run.state ? h("span", { class: `state state-${run.state}` }, run.state) : null),
+      h("span", { class: "run-line" }, h("span", { class: "run-name" }, run.name), run.state && run.state !== "finished" ? h("span", { class: `state state-${run.state}` }, run.state) : null),
       h("span", { class: "run-facts" }, `${steps} · ${number(run.rollouts)} rollouts`),
     ),
   );
