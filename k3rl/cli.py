@@ -114,7 +114,11 @@ def serve(
 def view(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Run folders, or folders that hold runs.", metavar="RUN..."),
+        typer.Argument(
+            help="Run folders, folders that hold runs, or files and folders of messages (parquet, JSON lines, saved "
+            "data sets, results of verifiers or prime-rl).",
+            metavar="RUN...",
+        ),
     ],
     port: Annotated[int, typer.Option(help="0: any free port.")] = 8800,
     host: Annotated[
@@ -129,6 +133,12 @@ def view(
     show: Annotated[
         str, typer.Option(help="With --text: one rollout in full, as [RUN:]STEP/DRAW.SAMPLE.")
     ] = "",
+    reward: Annotated[
+        list[str] | None, typer.Option(help="A reward that may score again besides the built-in ones.")
+    ] = None,
+    module: Annotated[
+        list[str] | None, typer.Option("--module", "-m", help="A module or .py file with such rewards.")
+    ] = None,
 ) -> None:
     """Open runs in the browser: metrics, and every rollout with its tokens."""
     from k3rl.viewer import serve, show_text
@@ -136,7 +146,38 @@ def view(
     if text:
         show_text(runs, filter=filter_, sort=sort, limit=limit, show=show)
     else:
-        serve(runs, port=port, host=host)
+        serve(runs, port=port, host=host, rewards=tuple(reward or ()), modules=tuple(module or ()))
+
+
+@rewards_app.command("rescore")
+def rescore(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a rollout file.", metavar="RUN")],
+    reward: Annotated[
+        str, typer.Option(help="A name, `package.module:function`, `file.py:function`, `problem`.")
+    ],
+    filter_: Annotated[str, typer.Option("--filter", help="Which rollouts, such as `step > 10`.")] = "",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="An argument of the reward, such as limit=200 (YAML).")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Rollouts to score, newest first.")] = 1000,
+    text_only: Annotated[
+        bool,
+        typer.Option("--text-only", help="The reward reads the text alone: score what had a sandbox too."),
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="All rows, before and after, as JSON lines.")] = None,
+    module: Annotated[
+        list[str] | None, typer.Option("--module", "-m", help="A module or .py file with rewards.")
+    ] = None,
+    processes: Annotated[int, typer.Option(help="Calls at a time.")] = 1,
+    timeout_s: Annotated[float, typer.Option(help="Limit of one call, in seconds.")] = 10.0,
+) -> None:
+    """Score stored rollouts by a changed reward, without the model: before and after, side by side."""
+    from k3rl.viewer.rescore_text import rescore_text
+    from rewards.cli import _arguments
+
+    more = {"arguments": _arguments(set_ or []), "text_only": text_only}
+    more |= {"modules": tuple(module or ()), "processes": processes, "timeout_s": timeout_s}
+    rescore_text(run, reward, filter_, limit, out, **more)
 
 
 @app.command()

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Response
 from pydantic import BaseModel, Field
 
-from k3rl.viewer import cells, compare, degeneracies, export, labelled, metrics, rollout, sql
+from k3rl.viewer import cells, compare, degeneracies, export, labelled, metrics, replay, rollout, sql
 from k3rl.viewer.index import as_json
 from k3rl.viewer.queries import Key, Selection
 from k3rl.viewer.session import Session
@@ -44,6 +44,19 @@ class Sql(BaseModel):
 
     query: str = Field(max_length=100_000)
     limit: int = 1000
+
+
+class Rescore(BaseModel):
+    """A selection of rollouts and the reward to score them with."""
+
+    run: list[str] = []
+    filter: str = ""
+    sort: str = ""
+    descending: bool = False
+    reward: str
+    arguments: dict[str, Any] = {}
+    limit: int = 200
+    text_only: bool = False
 
 
 def selection_of(run: Runs = [], filter: str = "", sort: str = "", descending: bool = False) -> Selection:  # noqa: B006
@@ -222,3 +235,32 @@ def _questions(app: FastAPI, session: Session) -> None:
 
         ``{columns: [{name, type}], rows: [[...]], truncated, seconds_s}``; at most 10,000 rows and 10 seconds."""
         return sql.query(index, asked.query, asked.limit)
+
+    @app.get("/api/rewards")
+    def known_rewards() -> Json:
+        """``{rewards: [names]}`` that `/api/rescore` takes."""
+        return {"rewards": replay.allowed(session.rewards)}
+
+    @app.post("/api/rescore")
+    def rescore(asked: Rescore) -> Json:
+        """Body: a selection (``run``, ``filter``, ``sort``, ``descending``, ``limit`` up to 2,000), ``reward``,
+        ``arguments`` (numbers, words, flags by name), ``text_only`` (the reward reads no lost sandbox).
+
+        ``{reward, summary, rows}``. A row: ``{run, step, draw, sample, problem_id, before, task_before,
+        components_before, explanation_before, after, components_after,
+        explanation_after, outcome, change, replayed, reason}``;
+        ``task_before`` is what compares with ``after`` (the total before a length rule), ``reason`` why there is no
+        ``after``. Summary: ``{rollouts, replayed, scored, not_replayed: {reason: count}, mean_before, mean_after,
+        changed, other_best (groups whose best sample is another one now)}``. Takes up to two minutes."""
+        return as_json(
+            replay.replay(
+                session.queries,
+                selection_of(asked.run, asked.filter, asked.sort, asked.descending),
+                asked.reward,
+                asked.arguments,
+                limit=asked.limit,
+                text_only=asked.text_only,
+                extra=session.rewards,
+                modules=session.modules,
+            )
+        )

@@ -16,13 +16,19 @@ from k3rl.viewer.session import Session
 TOKEN_VARIABLE = "K3RL_VIEW_TOKEN"
 
 
-def serve(paths: list[Path], port: int = 8800, host: str = "127.0.0.1") -> None:
+def serve(
+    paths: list[Path],
+    port: int = 8800,
+    host: str = "127.0.0.1",
+    rewards: tuple[str, ...] = (),
+    modules: tuple[str, ...] = (),
+) -> None:
     """Blocks until interrupted. ``port`` 0: any free one. Anything but loopback needs a token: that of
-    ``K3RL_VIEW_TOKEN``, or a new one. Raises `UserError`."""
+    ``K3RL_VIEW_TOKEN``, or a new one. ``rewards`` and ``modules``: see `Session`. Raises `UserError`."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if host not in LOOPBACK and not token:
         token = secrets.token_urlsafe(24)
-    with Session(paths) as session, _listening(host, port) as listening:
+    with Session(paths, rewards=rewards, modules=modules) as session, _listening(host, port) as listening:
         chosen = listening.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         query = f"/?token={token}" if token else ""

@@ -18,9 +18,19 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """Open as a context. The folder with the database is removed at the end."""
+    """Open as a context. The folder with the database is removed at the end.
 
-    def __init__(self, paths: list[Path], poll_s: float = 1.0) -> None:
+    ``rewards`` and ``modules``: what people may score again with besides the built-in rewards.
+    """
+
+    def __init__(
+        self,
+        paths: list[Path],
+        poll_s: float = 1.0,
+        rewards: tuple[str, ...] = (),
+        modules: tuple[str, ...] = (),
+    ) -> None:
+        self.rewards, self.modules = rewards, modules
         self.folder = Path(tempfile.mkdtemp(prefix="k3rl-view-"))
         try:
             self.sources = Sources(paths, self.folder / "copies")
