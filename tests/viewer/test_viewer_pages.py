@@ -232,8 +232,11 @@ def test_a_hundred_thousand_tokens_scroll_like_a_hundred(page: Page, tmp_path):
         expect(page.locator(".t.chosen[data-i='77777']")).to_be_in_viewport()
         page.keyboard.press("ArrowRight")
         expect(page).to_have_url(re.compile("token=77778"))
+        page.goto(f"{base}/#/rollouts")
+        expect(rows_of(page).first).to_be_visible()
         page.evaluate(f"location.hash = '#/rollout/long/{place}'")
         expect(page.locator(".bubble.policy").first).to_be_visible()
+        expect(page.get_by_text("more turns")).to_have_count(1)
         assert page.locator("main *").count() < 6000
 
 

@@ -40,6 +40,7 @@ const banner = h("div", { class: "banners", "aria-live": "polite" });
 let state = { version: -1, runs: [], reading: { done: 0, total: 0, derived: 0 }, trouble: "" };
 let shown = { leave: null, update: null };
 let generation = 0;
+let page = "";
 
 function start() {
   document.body.append(
@@ -88,6 +89,9 @@ async function show() {
   shown.leave?.();
   shown = { leave: null, update: null };
   bindKeys({});
+  const next = [here.view, ...here.parts, here.get("mode")].join("/");
+  if (next !== page) main.parentElement.scrollTop = 0;
+  page = next;
   drawSide();
   drawTabs(here);
   const [, view] = VIEWS[here.view] ?? [null, null];

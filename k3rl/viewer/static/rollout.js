@@ -24,6 +24,7 @@ export async function showRollout(main, { here, current }) {
   const modes = h("div", { class: "modes", role: "tablist", "aria-label": "How to look at it" });
   const walk = h("div", { class: "walk" });
   let view = null;
+  let shown = "";
   const choose = (i) => go(changed({ token: i }), { quietly: true });
   const toToken = (i) => {
     go(changed({ mode: "tokens", token: i }), { quietly: true });
@@ -37,6 +38,8 @@ export async function showRollout(main, { here, current }) {
     replace(modes, Object.entries(MODES).filter(([m]) => m !== "tokens" || whole.tokens.ids.length).map(([m, name]) => button(name, () => (go(changed({ mode: m }), { quietly: true }), draw_()), { role: "tab", "aria-selected": String(m === mode), dataset: { mode: m } })));
     view?.leave();
     view = null;
+    if (shown && shown !== mode) main.parentElement.scrollTop = 0;
+    shown = mode;
     if (mode === "tokens" && whole.tokens.ids.length) {
       const given = token ?? (now.get("token") === "" ? null : Number(now.get("token")));
       view = tokenView(whole.tokens, { colour: now.get("colour") || (hasColours ? "logprob" : "channel"), chosen: given, onChoose: choose, onColour: (c) => go(changed({ colour: c }), { quietly: true }) });
