@@ -23,6 +23,14 @@ from k3rl.store import RunStore
 def test_metrics_of_several_runs_are_drawn_over_each_other(page, address):
     page.goto(f"{address}/#/metrics")
     expect(page.get_by_role("figure", name="Reward", exact=True)).to_be_visible()
+    for panel in (
+        "Reward by domain",
+        "Length against budget",
+        "Staleness",
+        "Phase times",
+        "Health of the judge",
+    ):
+        expect(page.get_by_role("figure").filter(has_text=panel).first).to_be_visible()
     expect(page.locator(".runs")).to_contain_text("one")
     expect(page.locator(".runs")).to_contain_text("two")
     assert page.locator("main svg path, main svg polyline").count() > 4

@@ -24,8 +24,10 @@ const PANELS = [
   { title: "Trainer against engine", unit: "|log-prob difference|", metrics: ["rollout/logprob_diff"] },
   { title: "Phase times", unit: "s", metrics: ["time/"], without: ["time/step_s"] },
   { title: "Gradient norm", metrics: ["train/grad_norm"] },
-  { title: "Entropy", unit: "nats", metrics: ["entropy"] },
-  { title: "Judge", metrics: ["judge/", "reward/judge"] },
+  { title: "Entropy", unit: "nats", metrics: ["entropy", "train/entropy"] },
+  { title: "Policy against teacher", metrics: ["teacher/kl", "teacher/disagreement", "teacher/clipped_share"] },
+  { title: "Health of the judge", unit: "share", metrics: ["void_rate", "agreement", "order_bias_rate", "first_seat_rate", "over_length"].map((n) => `judge/${n}`) },
+  { title: "Work of the judge", unit: "by group", metrics: ["judge/judgements", "judge/judge_tokens"] },
 ];
 
 export async function showMetrics(main, { here, runs, state, current }) {
