@@ -126,13 +126,24 @@ def view(
     ] = "127.0.0.1",
     text: Annotated[bool, typer.Option("--text", help="List and show in the terminal instead.")] = False,
     filter_: Annotated[
-        str, typer.Option("--filter", help='With --text: such as `reward < 0.2 and text ~ "foo"`.')
+        str,
+        typer.Option("--filter", help='With --text or --bundle: such as `reward < 0.2 and text ~ "foo"`.'),
     ] = "",
-    sort: Annotated[str, typer.Option(help="With --text: a column; -reward for largest first.")] = "",
-    limit: Annotated[int, typer.Option(help="With --text: rows to list.")] = 20,
+    sort: Annotated[
+        str, typer.Option(help="With --text or --bundle: a column; -reward for largest first.")
+    ] = "",
+    limit: Annotated[
+        int | None, typer.Option(help="Rows to list with --text (20), or to hold with --bundle (200).")
+    ] = None,
     show: Annotated[
         str, typer.Option(help="With --text: one rollout in full, as [RUN:]STEP/DRAW.SAMPLE.")
     ] = "",
+    bundle: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write one HTML file into this folder that opens without a server; secrets redacted."
+        ),
+    ] = None,
     reward: Annotated[
         list[str] | None, typer.Option(help="A reward that may score again besides the built-in ones.")
     ] = None,
@@ -144,7 +155,14 @@ def view(
     from k3rl.viewer import serve, show_text
 
     if text:
-        show_text(runs, filter=filter_, sort=sort, limit=limit, show=show)
+        show_text(runs, filter=filter_, sort=sort, limit=limit or 20, show=show)
+    elif bundle is not None:
+        from k3rl.viewer.bundle import write_bundle
+
+        written, facts = write_bundle(runs, bundle, filter_, sort, limit or 200)
+        typer.echo(
+            f"{written}: {facts['rollouts']} of {facts['total']} rollouts, {facts['redacted']} secrets redacted"
+        )
     else:
         serve(runs, port=port, host=host, rewards=tuple(reward or ()), modules=tuple(module or ()))
 
