@@ -38,11 +38,16 @@ class AgentEnvConfig:
 
     @staticmethod
     def from_environment() -> AgentEnvConfig:
-        """From ``AGENTENV_URL``, ``AGENTENV_API_KEY``, ``AGENTENV_DATA_URL`` and ``AGENTENV_DOMAIN``."""
-        get = os.environ.get
+        """From ``AGENTENV_URL``, ``AGENTENV_API_KEY``, ``AGENTENV_DATA_URL`` and ``AGENTENV_DOMAIN``; what is not set
+        there, from the e2b client's ``E2B_API_URL``, ``E2B_API_KEY`` and
+        ``E2B_SANDBOX_URL``."""
+
+        def get(*names: str) -> str:
+            return next((value for name in names if (value := os.environ.get(name))), "")
+
         return AgentEnvConfig(
-            api_url=get("AGENTENV_URL", "http://127.0.0.1:8000"),
-            api_key=get("AGENTENV_API_KEY", ""),
-            data_url=get("AGENTENV_DATA_URL", ""),
-            domain=get("AGENTENV_DOMAIN", ""),
+            api_url=get("AGENTENV_URL", "E2B_API_URL") or "http://127.0.0.1:8000",
+            api_key=get("AGENTENV_API_KEY", "E2B_API_KEY"),
+            data_url=get("AGENTENV_DATA_URL", "E2B_SANDBOX_URL"),
+            domain=get("AGENTENV_DOMAIN"),
         )

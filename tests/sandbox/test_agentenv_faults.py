@@ -112,6 +112,19 @@ def test_configuration_is_checked_and_hides_the_key() -> None:
 # ------------------------------------------------------------ the API's own habits
 
 
+def test_configuration_comes_from_the_environment(monkeypatch) -> None:
+    for name in ("URL", "API_KEY", "DATA_URL", "DOMAIN"):
+        monkeypatch.delenv(f"AGENTENV_{name}", raising=False)
+    for name in ("API_URL", "API_KEY", "SANDBOX_URL"):
+        monkeypatch.delenv(f"E2B_{name}", raising=False)
+    assert AgentEnvConfig.from_environment() == AgentEnvConfig()
+    monkeypatch.setenv("E2B_API_URL", "http://gateway:8080")
+    monkeypatch.setenv("E2B_API_KEY", "e2b_key")
+    assert AgentEnvConfig.from_environment() == AgentEnvConfig("http://gateway:8080", "e2b_key")
+    monkeypatch.setenv("AGENTENV_URL", "http://node:8000")
+    assert AgentEnvConfig.from_environment() == AgentEnvConfig("http://node:8000", "e2b_key")
+
+
 async def test_wrong_key_is_refused_and_keys_stay_out_of_sandboxes(server: AgentEnvServer) -> None:
     async with AgentEnvBackend(replace(client_config(server), api_key="e2b_wrong")) as backend:
         with pytest.raises(AuthenticationFailed):
