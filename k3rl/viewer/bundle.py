@@ -1,7 +1,8 @@
 """A selection of rollouts as one HTML file that opens without a server, to send to somebody.
 
-It holds texts, channels, rewards and numbers by token, with secrets redacted; no token ids (they would spell out again
-what was redacted), no config, no paths. Its own policy lets nothing run but the one script that it came with.
+It is the viewer's own page with its modules in one script and the server's answers beside it, secrets redacted. Ids of
+redacted tokens go too, for they would spell them out again; configs and paths are not in it. Its own policy lets
+nothing run but that script.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from k3rl.errors import UserError
 from k3rl.store.files import replacing
+from k3rl.viewer import metrics
+from k3rl.viewer.index import Index, as_json
 from k3rl.viewer.queries import Queries, Selection
 from k3rl.viewer.redact import Redactor
-from k3rl.viewer.rollout import question_of, rollout
+from k3rl.viewer.rollout import excerpts, rollout
 from k3rl.viewer.session import Session
 
 MOST_ROLLOUTS = 2000
-_NUMBERS = ("logprobs", "trainer_logprobs", "teacher_logprobs", "token_advantages")
-_MOST_TOKENS_WITH_NUMBERS = 20_000
-_LEFT_OUT = {"rid"}
 
 
 def write_bundle(
@@ -52,63 +53,124 @@ def bundled(queries: Queries, selection: Selection, limit: int) -> tuple[dict[st
     rids = queries.rids(selection, max(1, min(limit, MOST_ROLLOUTS)))
     if not rids:
         raise UserError("no rollouts are selected for the bundle")
+    index, redactor = queries.index, Redactor()
     total = queries.page(selection, 0, 1)["total"]
-    redactor = Redactor()
-    rows = queries.rows(queries.index.cursor(), rids)
-    entries = [_entry(row, rollout(queries.index, int(row["rid"])), redactor) for row in rows]
+    rows = queries.rows(index.cursor(), rids)
+    runs = list(dict.fromkeys(row["run"] for row in rows))
     data = {
-        "runs": sorted({e["row"]["run"] for e in entries}),
-        "filter": redactor.text(selection.filter),
-        "total": total,
-        "rollouts": entries,
+        "rollouts": [_redacted(rollout(index, int(row["rid"])) | {"row": row}, redactor) for row in rows],
+        "excerpts": redactor.everything(excerpts(index, rids)),
+        "answers": {
+            "state": _state(rows, runs),
+            "columns": redactor.everything(metrics.columns(index)),
+            "metrics": _metrics(index, runs),
+            "steps": {"columns": [], "rows": []},
+            "configs": {"runs": runs, "rows": []},
+        },
     }
-    data["redacted"] = redactor.count
-    return data, {"rollouts": len(entries), "total": total, "redacted": redactor.count}
+    return data, {"rollouts": len(rows), "total": total, "redacted": redactor.count}
 
 
-def _entry(row: dict[str, Any], whole: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
-    traces = redactor.everything(whole["traces"])
-    entry = {
-        "row": redactor.everything({k: v for k, v in row.items() if k not in _LEFT_OUT and v is not None}),
-        "texts": redactor.everything({k: v for k, v in whole["texts"].items() if v}),
-        "traces": {k: v for k, v in traces.items() if v and k != "sandbox"},
-        "question": question_of(traces.get("messages")),
+def _redacted(whole: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
+    tokens = whole.pop("tokens")
+    traces = {k: v for k, v in whole.pop("traces").items() if k != "sandbox"}
+    found = redactor.everything({**whole, "traces": traces})
+    for ids, pieces in (("ids", "text"), ("prompt_ids", "prompt_pieces")):
+        kept = redactor.pieces(tokens[pieces])
+        tokens[ids] = [i if a == b else -1 for i, a, b in zip(tokens[ids], kept, tokens[pieces], strict=True)]
+        tokens[pieces] = kept
+    if not tokens["decoded"]:  # nobody can tell what the ids say
+        tokens |= {name: [] if isinstance(v, list) else v for name, v in tokens.items()}
+    tokens["calls"] = redactor.everything(tokens.get("calls"))
+    return found | {"tokens": tokens}
+
+
+def _state(rows: list[dict[str, Any]], runs: list[str]) -> dict[str, Any]:
+    """As of runs that have ended, of which there is no more than this."""
+
+    def facts(run: str) -> dict[str, Any]:
+        own = [row["step"] for row in rows if row["run"] == run]
+        known = {"rollouts": len(own), "steps": len(set(own)), "last_step": max(own)}
+        return {"name": run, "state": "", "reason": "", "metrics": True, "broken": [], **known}
+
+    return {
+        "version": 1,
+        "runs": [facts(run) for run in runs],
+        "trouble": "",
+        "reading": {"done": 1, "total": 1, "derived": 1},
     }
-    tokens = whole["tokens"]
-    if tokens["decoded"] and tokens["channels"]:
-        entry["tokens"] = _tokens(tokens, redactor)
-    return entry
 
 
-def _tokens(tokens: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
-    """Pieces with their channels as runs, and numbers where there are not too many tokens to send."""
-    pieces = redactor.pieces(tokens["text"])
-    runs: list[list[Any]] = []
-    for channel, sampled in zip(
-        tokens["channels"], tokens["sampled_mask"] or [True] * len(pieces), strict=True
-    ):
-        if runs and runs[-1][0] == channel and runs[-1][1] == bool(sampled):
-            runs[-1][2] += 1
-        else:
-            runs.append([channel, bool(sampled), 1])
-    found: dict[str, Any] = {"text": pieces, "runs": runs}
-    if len(pieces) <= _MOST_TOKENS_WITH_NUMBERS:
-        for name in _NUMBERS:
-            if tokens[name]:
-                found[name] = [round(v, 3) if isinstance(v, float) else None for v in tokens[name]]
-    return found
+def _metrics(index: Index, runs: list[str]) -> dict[str, Any]:
+    names = as_json(metrics.series(index, runs, [])["names"])
+    return {"names": names, **as_json(metrics.series(index, runs, names) if names else {"series": {}})}
+
+
+# -- the page ----------------------------------------------------------------------------------------------
 
 
 def page(data: dict[str, Any]) -> bytes:
     """The whole file. Data cannot end its element: ``<`` is escaped, and it is no script to the browser."""
-    folder = files("k3rl.viewer") / "bundled"
-    html, script, style = ((folder / f"page.{end}").read_text("utf-8") for end in ("html", "js", "css"))
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(as_json(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    for name, content in (("SCRIPT", script), ("STYLE", style)):
-        html = html.replace(f"%{name}_HASH%", _hash(content)).replace(f"%{name}%", content)
-    return html.replace("%DATA%", text).encode("utf-8", "replace")
+    script, style = one_script("app.js"), _static("style.css")
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    parts = [
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>k3rl view</title>\n<style>{style}</style>\n</head>\n<body>",
+        "<noscript>This file shows its rollouts with a script of its own.</noscript>",
+        f'<script type="application/json" id="bundle">{text}</script>',
+        f"<script>{script}</script>\n</body>\n</html>\n",
+    ]
+    return "\n".join(parts).encode("utf-8", "replace")
+
+
+_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.-]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
+
+
+def one_script(entry: str) -> str:
+    """A module and all that it imports as one plain script: each a function that returns what it exports.
+
+    Browsers load no modules from files. Raises `ValueError` where a module is written in a way that this cannot join.
+    """
+    order: list[str] = []
+    _visit(entry, [], order)
+    return '"use strict";\n' + "\n".join(_as_function(name) for name in order)
+
+
+def _visit(name: str, above: list[str], order: list[str]) -> None:
+    if name in above:
+        raise ValueError(f"modules import each other: {' → '.join([*above, name])}")
+    if name in order:
+        return
+    for _, other in _IMPORT.findall(_static(name)):
+        _visit(other, [*above, name], order)
+    order.append(name)
+
+
+def _as_function(name: str) -> str:
+    source = _static(name)
+    exported = [found for _, found in _EXPORT.findall(source)]
+    body = _IMPORT.sub(lambda m: f"const {{{m[1].replace(' as ', ': ')}}} = {_variable(m[2])};\n", source)
+    body = _EXPORT.sub(r"\1", body)
+    if re.search(r"^(?:import|export)\b|\bimport\(|</script", body, re.MULTILINE):
+        raise ValueError(f"{name} holds an import or export that a bundle cannot join")
+    return f"const {_variable(name)} = (() => {{\n{body}\nreturn {{{', '.join(exported)}}};\n}})();"
+
+
+def _variable(name: str) -> str:
+    return "$" + re.sub(r"\W", "_", name)
+
+
+def _static(name: str) -> str:
+    return (files("k3rl.viewer") / "static" / name).read_text("utf-8")
 
 
 def _hash(content: str) -> str:

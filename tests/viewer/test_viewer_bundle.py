@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from browsing import shot
+from playwright.sync_api import expect
 from typer.testing import CliRunner
 from viewer_runs import RENDERER, write_run
 
@@ -28,7 +29,7 @@ SECRETS = [
 
 def data_of(page: str) -> dict:
     return json.loads(
-        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL).group(1)
+        re.search(r'<script type="application/json" id="bundle">(.*?)</script>', page, re.DOTALL).group(1)
     )
 
 
@@ -121,11 +122,14 @@ def test_no_secret_is_in_the_file(run, tmp_path):
     assert facts["redacted"] >= 4
     data = data_of(text)
     assert len(data["rollouts"]) == facts["rollouts"] == facts["total"] == 24
-    assert "ids" not in json.dumps(list(data["rollouts"][0]["tokens"]))
-    pieces = "".join(
-        next(r for r in data["rollouts"] if MARK in "".join(r["tokens"]["text"]))["tokens"]["text"]
-    )
-    assert f"my key is {MARK}, keep it" in pieces
+    tokens = next(r["tokens"] for r in data["rollouts"] if MARK in "".join(r["tokens"]["text"]))
+    assert f"my key is {MARK}, keep it" in "".join(tokens["text"])
+    hidden = [
+        i for i, piece in zip(tokens["ids"], tokens["text"], strict=True) if MARK in piece or piece == ""
+    ]
+    assert hidden
+    assert set(hidden) == {-1}
+    assert SECRETS[0][8:] not in RENDERER.decode([i for i in tokens["ids"] if i >= 0])
 
 
 def test_it_opens_without_a_server_and_runs_nothing_of_what_it_shows(run, tmp_path, page):
@@ -133,23 +137,30 @@ def test_it_opens_without_a_server_and_runs_nothing_of_what_it_shows(run, tmp_pa
     requests: list[str] = []
     page.on("request", lambda r: requests.append(r.url))
     page.goto(path.as_uri())
-    links = page.locator("#list a")
-    assert links.count() == 24
-    page.locator("#find").fill("window.hacked")
-    assert links.count() == 1
-    links.first.click()
-    main = page.locator("#one")
-    assert "</script><script>window.hacked=1</script>" in main.inner_text()
-    assert "onerror" in main.inner_text()
-    page.get_by_label("Colour tokens by").select_option("log-prob")
-    assert page.locator(".response span[style]").count() > 5
+    rows = page.locator("tbody tr[data-rid]")
+    page.goto(f"{path.as_uri()}#/rollouts?filter=window.hacked")
+    expect(rows).to_have_count(1)
+    shot(page, "bundle-table")
+    rows.first.click()
+    main = page.locator("main")
+    expect(page.locator(".rollout-main")).to_be_visible()
+    expect(main).to_contain_text(f"my key is {MARK}, keep it")
+    expect(main).to_contain_text("onerror")
+    page.locator("[data-mode=tokens]").click()
+    page.locator(".t[data-i]").nth(3).hover()
+    expect(page.locator(".inspector")).to_contain_text("log-prob")
     shot(page, "bundle")
-    page.locator("#find").fill("")
+    page.goto(f"{path.as_uri()}#/rollouts?sort=reward")
+    expect(rows).to_have_count(24)
+    rows.first.click()
+    expect(page.locator(".rollout-main")).to_be_visible()
     here = page.url
-    page.locator("#one").press("n")
+    page.keyboard.press("n")
     page.wait_for_function("u => location.href !== u", arg=here)
+    page.goto(f"{path.as_uri()}#/metrics")
+    expect(page.get_by_role("figure", name="Gradient norm")).to_be_visible()
     assert page.evaluate("window.hacked") is None
-    assert page.locator("#one img").count() == 0
+    assert page.locator("main img").count() == 0
     assert [r for r in requests if not r.startswith("file:")] == []
 
 
