@@ -258,3 +258,19 @@ def test_two_rollouts_and_where_they_part(client, folder):
             assert a["response_ids"][:token] == b["response_ids"][:token]
             piece = said["sides"][0]["token"]
             assert piece is None or piece["id"] == a["response_ids"][token]
+
+
+def test_the_page_in_the_docs_names_every_column_and_its_filters_are_right(client):
+    text = (Path(__file__).parents[2] / "docs" / "viewer.md").read_text()
+    known = [
+        c["name"] for c in get(client, "/api/columns")["columns"] if not c["name"].startswith("component.")
+    ]
+    assert [name for name in known if name != "run" and f"`{name}`" not in text] == []
+    examples = text.split("## Filters")[1].split("```")[1].strip().splitlines()
+    assert len(examples) == 4
+    for filter in examples:
+        get(client, "/api/rollouts", run="one", filter=filter)
+    query = text.split("```sql")[1].split("```")[0]
+    reply = client.post("/api/sql", json={"query": query}, headers={"X-K3RL": "1"})
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["rows"]
