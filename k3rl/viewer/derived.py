@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pyarrow.parquet as pq
 
 from k3rl.viewer.columns import DERIVED
 
+_BATCH_BYTES = 64 << 20
+_DECODED = 3
+"""Tokens take some three times the bytes that the file says: dictionaries are spelt out."""
 _READ = [
     "step",
-    "draw",
-    "content",
     "turns",
     "prompt_ids",
     "response_ids",
@@ -29,19 +31,38 @@ _TYPES = {"INTEGER": pa.int32(), "DOUBLE": pa.float64()}
 
 
 def derived_columns(path: Path, first_rid: int) -> pa.Table:
-    """A table of ``rid`` and the derived columns. Raises what pyarrow raises where the file is damaged."""
+    """A table of ``rid`` and the derived columns. Raises what pyarrow raises where the file is damaged.
+
+    Tokens are read some rows at a time: a step of long rollouts is larger than the viewer's memory.
+    """
     parts: list[pa.Table] = []
     with pq.ParquetFile(path) as parquet:
         there = set(parquet.schema_arrow.names)
         read = [name for name in _READ if name in there]
-        for group in range(parquet.num_row_groups):
-            rows = parquet.read_row_group(group, columns=read)
-            calls = _repeated_calls(parquet, group, rows)
-            parts.append(_derive(rows, calls, first_rid + sum(len(p) for p in parts)))
+        if {"turns", "channels"} <= there and _has_turns(parquet):
+            read.append("channels")
+        duplicates = _duplicates(parquet, there)
+        for batch in parquet.iter_batches(batch_size=rows_at_once(parquet), columns=read):
+            rows = pa.Table.from_batches([batch])
+            done = sum(len(p) for p in parts)
+            own = None if duplicates is None else duplicates[done : done + len(rows)]
+            parts.append(_derive(rows, own, first_rid + done))
     return pa.concat_tables(parts) if parts else _table({"rid": []}, 0)
 
 
-def _derive(rows: pa.Table, calls: list[int | None], first_rid: int) -> pa.Table:
+def rows_at_once(parquet: pq.ParquetFile) -> int:
+    """How many rows are some 64 MB, decoded."""
+    file = parquet.metadata
+    size = sum(file.row_group(i).total_byte_size for i in range(file.num_row_groups))
+    return max(1, min(1024, _BATCH_BYTES * file.num_rows // max(1, size * _DECODED)))
+
+
+def _has_turns(parquet: pq.ParquetFile) -> bool:
+    turns = parquet.read(columns=["turns"])["turns"]
+    return bool(pc.any(pc.greater(turns, 1)).as_py())
+
+
+def _derive(rows: pa.Table, duplicates: list[int | None] | None, first_rid: int) -> pa.Table:
     engine, trainer = _column(rows, "logprobs"), _column(rows, "trainer_logprobs")
     gaps = _differences(trainer, engine, len(rows))
     teacher = _differences(engine, _column(rows, "teacher_logprobs"), len(rows))
@@ -54,8 +75,8 @@ def _derive(rows: pa.Table, calls: list[int | None], first_rid: int) -> pa.Table
             "logprob_gap_max": [None if g is None else float(np.abs(g).max()) for g in gaps],
             "teacher_kl": [None if g is None else float(g.mean()) for g in teacher],
             "versions": _versions(rows),
-            "repeated_calls": calls,
-            "duplicates": _duplicates(rows),
+            "repeated_calls": _repeated_calls(rows),
+            "duplicates": duplicates,
         },
         len(rows),
     )
@@ -120,27 +141,29 @@ def _versions(rows: pa.Table) -> list[int | None] | None:
     return found
 
 
-def _duplicates(rows: pa.Table) -> list[int | None] | None:
-    if not {"step", "draw", "content"} <= set(rows.column_names):
+def _duplicates(parquet: pq.ParquetFile, there: set[str]) -> list[int | None] | None:
+    """By row of the file: others of its group with the same answer. Groups are whole within a file, not within rows
+    that are read together."""
+    names = ["step", "draw", "content"]
+    if not set(names) <= there:
         return None
-    keys = list(
-        zip(rows["step"].to_pylist(), rows["draw"].to_pylist(), rows["content"].to_pylist(), strict=True)
-    )
+    keys: list[tuple[Any, Any, bytes]] = []
+    for batch in parquet.iter_batches(batch_size=1024, columns=names):
+        for step, draw, content in zip(*(batch[n].to_pylist() for n in names), strict=True):
+            keys.append((step, draw, blake2b(content.encode(), digest_size=12).digest() if content else b""))
     counts = Counter(keys)
     return [counts[k] - 1 if k[2] else None for k in keys]
 
 
-def _repeated_calls(parquet: pq.ParquetFile, group: int, rows: pa.Table) -> list[int | None]:
+def _repeated_calls(rows: pa.Table) -> list[int | None]:
     """Calls are the runs of tokens in the tool-call channel: equal ids are equal calls, in any format."""
     found: list[int | None] = [None] * len(rows)
-    if "turns" not in rows.column_names or "channels" not in parquet.schema_arrow.names:
+    if "channels" not in rows.column_names or "response_ids" not in rows.column_names:
         return found
-    many = [i for i, t in enumerate(rows["turns"].to_pylist()) if t and t > 1]
-    if not many:
-        return found
-    channels = parquet.read_row_group(group, columns=["channels"])["channels"]
-    for i in many:
-        found[i] = most_repeated(rows["response_ids"][i].as_py() or [], channels[i].as_py() or [])
+    for i, turns in enumerate(rows["turns"].to_pylist()):
+        if turns and turns > 1:
+            ids, channels = rows["response_ids"][i].as_py() or [], rows["channels"][i].as_py() or []
+            found[i] = most_repeated(ids, channels) if len(ids) == len(channels) else None
     return found
 
 

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from k3rl.chat import Renderer
 from k3rl.errors import UserError
 from k3rl.viewer.columns import TEXTS
+from k3rl.viewer.derived import rows_at_once
 from k3rl.viewer.index import Index, RolloutFile, as_json
 from k3rl.viewer.tokenizer import tokenizer_of
 from k3rl.viewer.turns import special_ids, tool_calls
@@ -38,15 +39,22 @@ _LONGEST_CHARACTER = 4
 
 
 def read_row(file: Path, row: int, columns: Iterable[str] | None = None) -> dict[str, Any]:
-    """A row as Python values; only its row group is read. Raises `UserError` where the file is damaged or gone."""
+    """A row as Python values; only its row group is read, and of a large one some rows at a time.
+
+    Raises `UserError` where the file is damaged or gone.
+    """
     try:
         with pq.ParquetFile(file) as parquet:
             wanted = None if columns is None else [c for c in columns if c in parquet.schema_arrow.names]
             for group in range(parquet.num_row_groups):
                 count = parquet.metadata.row_group(group).num_rows
                 if row < count:
-                    table = parquet.read_row_group(group, columns=wanted, use_threads=False)
-                    return {name: table[name][row].as_py() for name in table.column_names}
+                    for batch in parquet.iter_batches(
+                        rows_at_once(parquet), [group], wanted, use_threads=False
+                    ):
+                        if row < len(batch):
+                            return {name: batch[name][row].as_py() for name in batch.schema.names}
+                        row -= len(batch)
                 row -= count
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{file.name} cannot be read: {str(error).splitlines()[0]}") from error

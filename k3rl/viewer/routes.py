@@ -13,7 +13,9 @@ import json
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Response
+from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
+from starlette.background import BackgroundTask
 
 from k3rl.viewer import cells, compare, degeneracies, export, labelled, metrics, replay, rollout, sql
 from k3rl.viewer.index import as_json
@@ -119,8 +121,10 @@ def _rollouts(app: FastAPI, session: Session) -> None:
         descending: bool = False,
         format: export.Format = "parquet",
     ) -> Response:
-        table = export.selected(session.index, queries.rids(selection_of(run, filter, sort, descending)))
-        return Response(export.encoded(table, format), media_type=export.MEDIA[format])
+        """A file: parquet, jsonl, csv, or datasets (a zipped folder for `datasets.load_from_disk`)."""
+        rids = queries.rids(selection_of(run, filter, sort, descending))
+        path = export.write_selected(session.index, rids, format, session.folder)
+        return FileResponse(path, media_type=export.MEDIA[format], background=BackgroundTask(path.unlink))
 
     @app.get("/api/excerpts")
     def excerpts(rid: Annotated[list[int], Query(max_length=1000)]) -> Json:

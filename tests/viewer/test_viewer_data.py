@@ -1,11 +1,16 @@
 """The viewer's numbers against the same numbers computed row by row in Python."""
 
+import csv
+import io
+import json
 import statistics
+import zipfile
 from collections import defaultdict
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from datasets import load_from_disk
 from fastapi.testclient import TestClient
 from viewer_runs import write_run
 
@@ -274,3 +279,52 @@ def test_the_page_in_the_docs_names_every_column_and_its_filters_are_right(clien
     reply = client.post("/api/sql", json={"query": query}, headers={"X-K3RL": "1"})
     assert reply.status_code == 200, reply.text
     assert reply.json()["rows"]
+
+
+def test_a_selection_leaves_as_a_data_set_and_in_every_format_alike(client, folder, tmp_path):
+    asked = {"run": "one", "filter": "reward is not null and step > 1", "sort": "reward", "descending": True}
+    keys = [(r["step"], r["draw"], r["sample"]) for r in selected_in_order(client, asked)]
+    replies = {
+        f: client.get("/api/export", params={**asked, "format": f})
+        for f in ("parquet", "jsonl", "csv", "datasets")
+    }
+    assert {r.status_code for r in replies.values()} == {200}
+    table = pq.read_table(io.BytesIO(replies["parquet"].content))
+    stored = {(r["step"], r["draw"], r["sample"]): r for r in rows_of(folder, "one")}
+    assert table.to_pylist() == [stored[k] for k in keys]
+    lines = [json.loads(line) for line in replies["jsonl"].text.splitlines()]
+    assert lines == table.to_pylist()
+    cells = list(csv.DictReader(io.StringIO(replies["csv"].text)))
+    assert [(int(c["step"]), int(c["draw"]), int(c["sample"])) for c in cells] == keys
+    with zipfile.ZipFile(io.BytesIO(replies["datasets"].content)) as packed:
+        packed.extractall(tmp_path)
+    loaded = load_from_disk(str(tmp_path / "rollouts"))
+    assert [(r["step"], r["draw"], r["sample"]) for r in loaded] == keys
+    assert loaded[0]["response_ids"] == table["response_ids"][0].as_py()
+    nothing = client.get("/api/export", params={"filter": "reward > 99", "format": "parquet"})
+    assert pq.read_table(io.BytesIO(nothing.content)).num_rows == 0
+
+
+def selected_in_order(client, asked: dict) -> list[dict]:
+    return get(client, "/api/rollouts", **asked, limit=1000)["rows"]
+
+
+def test_an_export_leaves_nothing_behind(folder):
+    session = Session([folder])
+    session.read_all()
+    try:
+        client = TestClient(make_app(session), base_url="http://localhost")
+        client.get("/api/export", params={"format": "jsonl"}).raise_for_status()
+        assert not list(session.folder.glob("*.jsonl"))
+        file = sorted((folder / "two" / "rollouts").glob("*.parquet"))[0]
+        whole = file.read_bytes()
+        file.write_bytes(whole[:500])
+        try:
+            reply = client.get("/api/export", params={"format": "csv"})
+        finally:
+            file.write_bytes(whole)
+        assert reply.status_code == 400
+        assert reply.json()["error"].startswith(f"{file.name} cannot be read")
+        assert not list(session.folder.glob("*.csv"))
+    finally:
+        session.__exit__(None, None, None)
