@@ -6,6 +6,7 @@ still dies of SIGKILL, a v1-frozen one only after it is thawed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -95,6 +96,16 @@ def hierarchies() -> tuple[Hierarchy, ...]:
         return ()
     found = [_probe_v2(where) if v == 2 else _probe_v1(where, options) for where, v, options in mounts]
     return tuple(h for h in found if h is not None)
+
+
+def sweep_empty(older_s: float = 300.0) -> None:
+    """Remove groups without a process that nobody can be about to fill: of sandboxes whose root is gone."""
+    for h in hierarchies():
+        for group in h.parent.glob("*-*-*-*-*-*"):
+            with contextlib.suppress(OSError):  # another sweep is faster, or it has processes after all
+                old = time.time() - group.stat().st_mtime > older_s
+                if old and not (group / "cgroup.procs").read_text():
+                    group.rmdir()
 
 
 class Cgroup:

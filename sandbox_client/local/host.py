@@ -4,7 +4,8 @@ On disk, under ``root`` (mode 0700): ``live/<id>/`` with the init's socket, ``me
 log; nothing that a sandbox wrote is ever opened from here. ``snapshots/<id>.tar`` with its ``.json``.
 
 A sandbox never outlives its owner: its init holds the read end of a pipe whose write end only the owner has.
-One that was frozen at that moment cannot notice; the next owner's sweep kills it.
+One that was frozen at that moment cannot notice: `watch`, a small process beside the owner, clears it away, and
+should that have died as well, the next owner's sweep does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -26,11 +28,13 @@ from pathlib import Path
 
 from sandbox_client.errors import SandboxNotFound, SandboxPaused, ServerFault
 from sandbox_client.local import bwrap
-from sandbox_client.local.cgroup import Cgroup, hierarchies
+from sandbox_client.local.cgroup import Cgroup, hierarchies, sweep_empty
 from sandbox_client.local.launch import STOP_S, Started, compile_init, start
 from sandbox_client.local.processes import kill_processes, start_time, tree
 from sandbox_client.local.snapshots import Snapshots
 from sandbox_client.types import SandboxSpec, State
+
+_WATCH = Path(__file__).with_name("watch.py")
 
 
 @dataclass(slots=True)
@@ -87,11 +91,13 @@ class Host:
             raise PermissionError(f"{root} belongs to another user")
         root.chmod(0o700)
         self.snapshots = Snapshots(root / "snapshots")
-        self._init = root / f"init-{os.getpid()}-{uuid.uuid4().hex[:8]}"  # several hosts may share the root
+        self._tag = uuid.uuid4().hex[:8]  # several hosts, also of one process, may share the root
+        self._init = root / f"init-{os.getpid()}-{self._tag}"
         compile_init(self._init)
         self._prefix = hashlib.blake2b(str(root.resolve()).encode(), digest_size=4).hexdigest()
         self._lifeline_r, self._lifeline_w = os.pipe()
         self._live: dict[str, Live] = {}
+        self._watcher: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._nudge = threading.Event()
@@ -109,8 +115,10 @@ class Host:
         folder = self.root / "live" / sandbox_id
         folder.mkdir(mode=0o700)
         cgroup = Cgroup(f"{self._prefix}-{sandbox_id}")
+        self._watch()
         owner: dict[str, object] = {"owner": os.getpid(), "owner_start": start_time(os.getpid())}
-        meta = owner | {"metadata": dict(spec.metadata)}
+        meta = owner | {"host": self._tag, "metadata": dict(spec.metadata)}
+        meta |= {"groups": [str(group) for group in cgroup.folders]}
         try:
             self._write_meta(folder, meta)
             cgroup.make(spec.limits)
@@ -134,6 +142,22 @@ class Host:
             raise ServerFault("the local backend is closed")
         self._nudge.set()
         return live
+
+    def _watch(self) -> None:
+        """From the first sandbox on."""
+        with self._lock:
+            if self._watcher is None:
+                facts = [str(os.getpid()), str(self._lifeline_r), str(self.root.resolve()), self._tag]
+                self._watcher = subprocess.Popen(
+                    [self.isolation.python, "-I", "-S", "-B", str(_WATCH), *facts],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(self._lifeline_r,),
+                    start_new_session=True,  # out of reach of what ends its owner
+                    cwd="/",
+                    env={},
+                )
 
     @staticmethod
     def _write_meta(folder: Path, meta: Mapping[str, object]) -> None:
@@ -293,6 +317,9 @@ class Host:
         shutil.rmtree(self._init, ignore_errors=True)
         os.close(self._lifeline_w)
         os.close(self._lifeline_r)
+        if self._watcher is not None:
+            self._watcher.kill()  # nothing is left to clear away
+            self._watcher.wait()
 
     def _sweep(self) -> list[str]:
         """Kill what owners left behind that are no more; -> ids. One sweeper at a time per root."""
@@ -311,6 +338,7 @@ class Host:
                     continue
                 self._clear_away(folder, meta)
                 swept.append(folder.name)
+            sweep_empty()
             for init in self.root.glob("init-*"):
                 if not Path("/proc", init.name.split("-")[1]).exists():
                     shutil.rmtree(init, ignore_errors=True)

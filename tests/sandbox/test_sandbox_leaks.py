@@ -86,15 +86,45 @@ OWNER = """
 """
 
 
-async def test_sudden_death_of_the_owner_is_swept_and_its_snapshots_stay(tmp_path: Path) -> None:
+def start_owner(root: Path) -> tuple[subprocess.Popen[str], list[str]]:
+    """-> a process with a running and a paused sandbox; their inits' pids and a snapshot's id."""
     owner = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(OWNER), str(tmp_path)],
+        [sys.executable, "-c", textwrap.dedent(OWNER), str(root)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],
     )
     assert owner.stdout is not None
-    running, paused, snapshot = owner.stdout.readline().split()
+    return owner, owner.stdout.readline().split()
+
+
+def watcher_of(pid: int) -> int:
+    (found,) = [p for p in tree(pid) if b"watch.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return found
+
+
+async def test_what_was_frozen_when_its_owner_died_is_cleared_away_though_nobody_comes_back(
+    tmp_path: Path,
+) -> None:
+    owner, (running, paused, _) = start_owner(tmp_path)
+    groups = [g for g in traces(tmp_path)["cgroups"] if (tmp_path / "live" / g.split("-", 1)[1]).exists()]
+    assert len(set(groups)) == (2 if hierarchies() else 0)
+    watcher = watcher_of(owner.pid)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    deadline = time.monotonic() + 10
+    while alive(int(running)) or alive(int(paused)) or alive(watcher):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    assert list((tmp_path / "live").iterdir()) == []
+    assert set(groups) & set(traces(tmp_path)["cgroups"]) == set()
+    assert list(tmp_path.glob("init-*")) == []
+    assert len(list((tmp_path / "snapshots").glob("*.tar"))) == 1
+
+
+async def test_sudden_death_of_the_owner_is_swept_and_its_snapshots_stay(tmp_path: Path) -> None:
+    owner, (running, paused, snapshot) = start_owner(tmp_path)
+    os.kill(watcher_of(owner.pid), signal.SIGKILL)  # of both
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     deadline = time.monotonic() + 5
