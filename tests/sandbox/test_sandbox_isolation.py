@@ -273,6 +273,20 @@ async def test_output_that_nobody_reads_blocks_the_writer_not_the_host(sandbox) 
         assert time.monotonic() - began < 5
 
 
+async def test_a_slow_reader_gets_what_was_written_before_the_end(sandbox) -> None:
+    """Sizes around what the buffers on the way hold, so that the command ends while its pipe still holds the rest."""
+
+    async def one(size: int) -> int:
+        async with sandbox.start(f"head -c {size} /dev/zero", timeout_s=30) as process:
+            await asyncio.sleep(1.5)
+            return sum([len(chunk.data) async for chunk in process])
+
+    sizes = range(1_000_000, 1_600_000, 40_000)
+    assert [await asyncio.gather(*map(one, sizes[i : i + 5])) for i in range(0, 15, 5)] == [
+        list(sizes[i : i + 5]) for i in range(0, 15, 5)
+    ]
+
+
 async def test_timed_out_command_leaves_no_descendants(sandbox) -> None:
     done = await sandbox.exec("setsid sh -c 'sleep 77 & sleep 77' & (sleep 77 &) ; sleep 77", timeout_s=0.5)
     assert done.timed_out

@@ -152,9 +152,19 @@ class Exec:
                 self.timed_out = True
                 kill_tree()
                 self.code, self.ended_at = 137, now
+        self.drain()
         self.frame_json(b"X", {"exit_code": self.code, "timed_out": self.timed_out})
-        self.conn.settimeout(10)
+        self.conn.settimeout(60)
         self.conn.sendall(self.to_client)
+
+    def drain(self):
+        """What was written before the end, and was not read because the client or the machine was slow."""
+        for fd, kind in ((self.stdout, b"O"), (self.stderr, b"E")):
+            left = BUFFER  # as much as a pipe can hold; a background child may go on writing
+            with contextlib.suppress(BlockingIOError):
+                while fd is not None and left > 0 and (data := os.read(fd, PIECE)):
+                    self.to_client += HEADER.pack(kind, len(data)) + data
+                    left -= len(data)
 
     def finished(self):
         if self.code is None:
