@@ -138,7 +138,7 @@ def _make_engine(
 ) -> tuple[Any, int]:
     choice: EngineConfig = config.engine
     if isinstance(choice, VllmEngineConfig):
-        return _vllm_engine(model, config, choice, renderer)
+        return _vllm_engine(model, config, choice, renderer, cuda=device == "cuda")
     from rollout.native import NativeEngine
 
     loaded = load_model(model, device, seed=seed).eval().requires_grad_(False)
@@ -162,14 +162,24 @@ def _make_engine(
 
 
 def _vllm_engine(
-    model: ModelConfig, config: RolloutConfig, choice: VllmEngineConfig, renderer: Renderer
+    model: ModelConfig, config: RolloutConfig, choice: VllmEngineConfig, renderer: Renderer, cuda: bool
 ) -> tuple[Any, int]:
-    from rollout.vllm import VllmEngine
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker is a process of its own already
+    if not cuda:
+        settings = {
+            "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        for name, value in settings.items():
+            os.environ.setdefault(name, value)
+    from rollout.vllm import VLLMEngine
 
-    arguments = {"gpu_memory_utilization": choice.gpu_memory_fraction, "enforce_eager": choice.enforce_eager}
+    eager = choice.enforce_eager or not cuda
+    arguments = {"gpu_memory_utilization": choice.gpu_memory_fraction, "enforce_eager": eager}
     if choice.max_batch_tokens:
         arguments["max_num_batched_tokens"] = choice.max_batch_tokens
-    engine = VllmEngine(
+    engine = VLLMEngine(
         model_folder(model.path),
         max_slots=choice.max_slots,
         max_context=config.max_context,

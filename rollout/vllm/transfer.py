@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 BACKEND = "k3rl"
@@ -66,6 +67,15 @@ class ParcelEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+            self._renew_tied_heads()
+
+    def _renew_tied_heads(self) -> None:
+        """A tied head gets no tensor of its own, so layerwise reload leaves it alone: its weight is the embedding's and
+        new, but what was packed from it (on CPUs) is old."""
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         pass

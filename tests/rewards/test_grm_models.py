@@ -121,6 +121,7 @@ def vllm_server():
 
 @pytest.mark.slow
 @pytest.mark.vllm
+@pytest.mark.timeout(1800)
 def test_the_names_run_with_a_model_behind_vllm(tmp_path, vllm_server):
     """The guarded job of configs/grm_nano.yaml, small: SmolLM2, led through the protocol, judges every pair twice."""
     with open("configs/grm_nano.yaml", encoding="utf-8") as file:
