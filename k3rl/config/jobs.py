@@ -135,6 +135,16 @@ class RlJob(JobBase):
     """Steps between checkpoints; the last step always makes one. What was done since the last is done again
     after a crash."""
 
+    @model_validator(mode="after")
+    def _one_thinking(self) -> RlJob:
+        if "thinking" in self.rollout.model_fields_set and self.rollout.thinking != self.thinking:
+            raise ValueError(
+                f"rollout.thinking is {self.rollout.thinking} and the job's thinking {self.thinking}"
+            )
+        # Set apart from the check, so that a stored config loads to the same job.
+        object.__setattr__(self, "rollout", self.rollout.model_copy(update={"thinking": self.thinking}))
+        return self
+
 
 class DistillJob(RlJob):
     """On-policy distillation from one or many teachers (spec/03): RL whose advantage is, token by token, what

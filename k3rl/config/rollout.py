@@ -211,7 +211,7 @@ class RolloutConfig(Config):
     max_turn_tokens: int | None = Field(None, ge=1)
     """Tokens that the policy may sample in one turn."""
     thinking: bool = True
-    """The generation prompt opens the thinking channel."""
+    """The generation prompt opens the thinking channel. In a job, the job's `thinking` holds."""
     repetition: RepetitionConfig | None = None
     """Loops end early. None: they run into ``max_tokens``."""
     agent: AgentConfig = Field(default_factory=AgentConfig)

@@ -224,7 +224,8 @@ def trainer_resources(
 def rollout_running(
     job: RlJob | EvaluateJob, config: RolloutConfig, model: ModelConfig, device: str
 ) -> Iterator[RolloutPool]:
-    """The rollout workers of a job."""
+    """The rollout workers of a job. Whether the policy thinks is the job's to say: data and rewards go by it too."""
+    config = config.model_copy(update={"thinking": job.thinking})
     options: dict[str, Any] = {"num_cpus": 1}
     if device == "cuda":
         options["num_gpus"] = COLOCATED_GPU_SHARE

@@ -43,7 +43,7 @@ def test_two_steps_of_rl(tiny, tmp_path):
         "steps": 2,
         "thinking": False,
         "rollout": {
-            "groups": 4, "samples": 4, "lambda": 0.75, "max_context": 256, "max_tokens": 128, "thinking": False,
+            "groups": 4, "samples": 4, "lambda": 0.75, "max_context": 256, "max_tokens": 128,
             "sampling": {"stop_strings": ["z", "b"]},  # a token in twenty: lengths differ
             "engine": {"type": "vllm", "max_slots": 16, "arguments": {"kv_cache_memory_bytes": 64 << 20}},
         },

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from k3rl.chat import load_renderer
 from k3rl.config.load import load_job, validate
 from k3rl.errors import UserError
 from k3rl.recipes.run import run_job
@@ -55,6 +56,10 @@ def test_a_judge_on_an_engine_of_the_run_that_knows_no_protocol_scores_nothing(t
     ledger = json.loads((run / "ledger.json").read_text())
     rows = rows_of(run)
     assert rows, "what waited longest was dropped, with its reason"
+    renderer = load_renderer("k3-nano")  # the job does not think, so neither do its rollouts
+    for row in rows:
+        asked = [{"role": "user", "content": row["problem_id"].removeprefix("name-")}]
+        assert row["prompt_ids"] == renderer.encode_prompt(asked, thinking=False)
     assert {row["reward"] for row in rows} == {None}
     assert {row["fate"] for row in rows} == {"dropped:reward:judge_failed"}
     assert all("judgements are void" in row["reward_explanation"] for row in rows)
