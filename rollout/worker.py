@@ -382,16 +382,19 @@ class RolloutWorker:
         """Close every environment that is here. Where the run is not ``over``, sandboxes that trajectories need to go
         on are kept as far as their backend can keep them."""
         runs = [*self._runs.values(), *self._parked.values()]
+        self._runs, self._parked = {}, {}
+        background, self._background = self._background, None
+        if background is None:
+            return  # no environment was ever here, or this is the second time
         kept = () if over else (HoldsSandbox,)
         calls = [r.environment.close() for r in runs if r.environment and not isinstance(r.environment, kept)]
-        last = [] if self._sandboxes is None else [self._sandboxes.close(over)]
-        if self._background is not None:
-            results = self._background.finish(calls, self._step_timeout_s)
-            for result in results + self._background.finish(last, self._step_timeout_s):
-                if isinstance(result, BaseException):
-                    log.warning("%s: closing an environment failed: %s", self.name, result)
-            self._background.close()
-        self._runs, self._parked = {}, {}
+        results = background.finish(calls, self._step_timeout_s)
+        if self._sandboxes is not None:
+            results += background.finish([self._sandboxes.close(over)], self._step_timeout_s)
+        for result in results:
+            if isinstance(result, BaseException):
+                log.warning("%s: closing an environment failed: %s", self.name, result)
+        background.close()
 
     def _in_background(self) -> Background:
         if self._background is None:

@@ -31,14 +31,15 @@ def make_problems(
     level: int,
     levels: int,
     domain: str,
-    tools: tuple[str, ...] | list[str],
+    arguments: dict[str, Any],
 ) -> list[Problem]:
-    """``make`` gives the user's message and the task. Raises `UserError` for a level that there is not."""
+    """``make`` gives the user's message and the task; ``arguments`` are the environment's. Raises `UserError` for a
+    level that there is not."""
     if not 1 <= level <= levels:
         raise UserError(f"{environment}: level is 1 to {levels}, not {level}")
     if size < 1:
         raise UserError(f"{environment}: size is {size}, and at least one problem is needed")
-    arguments = {"arguments": {"tools": list(tools)}} if tools else {}
+    named = {"name": environment} | ({"arguments": arguments} if arguments else {})
     problems = []
     for index in range(size):
         text, task = make(random.Random(f"{environment}/{level}/{seed}/{index}"))
@@ -48,7 +49,7 @@ def make_problems(
                 domain=domain,
                 messages=[{"role": "user", "content": text}],
                 reward={"name": "environment"},
-                metadata={"environment": {"name": environment, **arguments}, "task": task},
+                metadata={"environment": named, "task": task},
             )
         )
     return problems

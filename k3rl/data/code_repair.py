@@ -123,7 +123,7 @@ def code_repair(
         level=level,
         levels=LEVELS,
         domain=domain,
-        tools=list(tools),
+        arguments={"tools": list(tools)} if tools else {},
     )
 
 

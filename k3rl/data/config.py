@@ -58,6 +58,9 @@ class SourceConfig(Config):
     """Domain of problems that do not name their own."""
     reward: str | dict[str, Any] | None = None
     """Reward of problems that do not name their own: a name, or a mapping with ``name`` and arguments."""
+    environment: str | dict[str, Any] | None = None
+    """Environment of problems that do not name their own: a registered name, or a mapping with ``name`` and
+    ``arguments``. None: the job's."""
     system: str | None = None
     """System message put before problems that have none."""
     efforts: dict[Effort, float] = Field(default_factory=dict)
@@ -81,6 +84,14 @@ class SourceConfig(Config):
         if isinstance(reward, dict) and not isinstance(reward.get("name"), str):
             raise ValueError("a reward given as a mapping needs a 'name'")
         return reward
+
+    @field_validator("environment")
+    @classmethod
+    def _registered(cls, environment: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        name = environment.get("name") if isinstance(environment, dict) else environment
+        if environment is not None and (not isinstance(name, str) or not name or ":" in name):
+            raise ValueError("an environment is a registered name, or a mapping with such a 'name'")
+        return environment
 
 
 class RowsConfig(SourceConfig):

@@ -49,7 +49,7 @@ def data_question(
         level=level,
         levels=LEVELS,
         domain=domain,
-        tools=list(tools),
+        arguments={"tools": list(tools)} if tools else {},
     )
 
 

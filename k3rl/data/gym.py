@@ -92,7 +92,8 @@ class GymProblems:
             domain=self.config.domain,
             messages=messages,
             reward=own,
-            metadata={"task": task.name},
+            metadata={"task": task.name}
+            | ({"environment": named} if (named := self.config.environment) else {}),
         )
 
     def efforts(self, index: int) -> Mapping[Effort, float]:

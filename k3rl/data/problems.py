@@ -58,6 +58,8 @@ def read_problem(row: Any, where: str, default_id: str, config: SourceConfig, co
 
 
 def _with_defaults(problem: Problem, config: SourceConfig) -> Problem:
+    if config.environment is not None and "environment" not in problem.metadata:
+        problem = replace(problem, metadata={**problem.metadata, "environment": config.environment})
     if config.system is not None and not any(m.get("role") == "system" for m in problem.messages):
         return replace(problem, messages=[{"role": "system", "content": config.system}, *problem.messages])
     return problem

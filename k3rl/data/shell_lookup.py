@@ -6,8 +6,8 @@
     level 4   two facts, one behind the other, in folders of files
     level 5   as 4, with facts that changed: the last one counts
 
-``terse`` leaves the first three levels' instructions out: the message is the key alone, for models that learn the task
-by example and for which every token costs.
+``terse`` leaves the first three levels' instructions and the tools' declaration out: the message is the key alone, one
+letter, and facts are one digit, for models that learn the task by example and for which every token costs.
 
     problems = shell_lookup(size=1000, level=2, terse=True)
 """
@@ -71,7 +71,7 @@ def shell_lookup(
         level=level,
         levels=LEVELS,
         domain=domain,
-        tools=list(tools),
+        arguments=({"tools": list(tools)} if tools else {}) | ({"declare": False} if terse else {}),
     )
 
 
@@ -81,27 +81,24 @@ def _make(rng: random.Random, level: int, terse: bool) -> tuple[str, Task]:
     return _lines(rng, terse) if level == 3 else _offices(rng, changes=level == 5)
 
 
-def _key(rng: random.Random) -> str:
-    return "".join(rng.sample(KEYS, 2))
+def value(rng: random.Random, terse: bool) -> str:
+    """A fact of the first three levels."""
+    return str(rng.randrange(10)) if terse else f"{rng.randrange(100):02d}"
 
 
-def _value(rng: random.Random) -> str:
-    return f"{rng.randrange(100):02d}"
-
-
-def _distinct(rng: random.Random, count: int) -> list[str]:
+def _distinct(rng: random.Random, count: int, letters: int) -> list[str]:
     keys: dict[str, None] = {}
     while len(keys) < count:
-        keys[_key(rng)] = None
+        keys["".join(rng.sample(KEYS, letters))] = None
     return list(keys)
 
 
 def _chain(rng: random.Random, hops: int, terse: bool) -> tuple[str, Task]:
-    keys = _distinct(rng, 1 + hops + DECOYS)
-    path, answer = keys[: 1 + hops], _value(rng)
+    keys = _distinct(rng, 1 + hops + DECOYS, letters=1 if terse else 2)
+    path, answer = keys[: 1 + hops], value(rng, terse)
     contents = [f"@{following}" for following in path[1:]] + [answer]
     files = dict(zip(path, contents, strict=True))
-    files |= {key: _value(rng) for key in keys[1 + hops :]}
+    files |= {key: value(rng, terse) for key in keys[1 + hops :]}
     calls = [call("bash", files[key], command=f"cat {key}") for key in path]
     text = (
         f"The file {path[0]} holds a number, or @ and the name of the file to read next. Find the number, and answer "
@@ -112,8 +109,8 @@ def _chain(rng: random.Random, hops: int, terse: bool) -> tuple[str, Task]:
 
 
 def _lines(rng: random.Random, terse: bool) -> tuple[str, Task]:
-    keys = _distinct(rng, 24)
-    values = [_value(rng) for _ in keys]
+    keys = _distinct(rng, 24, letters=1 if terse else 2)
+    values = [value(rng, terse) for _ in keys]
     wanted = rng.randrange(len(keys))
     lines = [f"{k} {v}" for k, v in zip(keys, values, strict=True)]
     files = {f"{name}": "\n".join(lines[i::4]) + "\n" for i, name in enumerate("abcd")}

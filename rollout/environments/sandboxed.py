@@ -49,6 +49,7 @@ class SandboxEnvironment:
 
     ``tools`` are names of `rollout.environments.tools`; the other arguments are fields of `ToolLimits`.
     ``artifacts`` are patterns of paths below the home folder: at the end such files are kept in the state, for judges.
+    ``declare`` false: the prompt does not say which tools there are, for models that learn it by example.
     """
 
     uses_sandbox: ClassVar[bool] = True
@@ -61,10 +62,12 @@ class SandboxEnvironment:
         sandboxes: Sandboxes,
         tools: Sequence[str] = (),
         artifacts: Sequence[str] = (),
+        declare: bool = True,
         **limits: Any,
     ) -> None:
         self.problem, self.tools, self.artifacts = problem, tuple(tools or self.default_tools), artifacts
-        self._declared = [declaration(name) for name in self.tools]
+        declared = [declaration(name) for name in self.tools]
+        self._declared = declared if declare else []
         timeout_s = sandboxes.tool_timeout_s
         fields = ToolLimits.__dataclass_fields__
         for name in limits:
