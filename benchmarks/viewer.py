@@ -4,7 +4,7 @@
 
 The run is made up column by column with numpy: 1,000 steps of 125 groups of 8, texts of 10 to 60 words, 16 tokens each
 with all per-token columns, in the store's own schema, compression and file names. The real command serves it from a
-process of its own; every number is what an HTTP client sees, the slowest of three where a question can be asked
+process of its own; every number is what an HTTP client sees, the median of five where a question can be asked
 again. Memory is the kernel's peak of the server's resident set (VmHWM).
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -187,8 +188,8 @@ class Server:
             answer = json.loads(reply.read())
         return answer, time.perf_counter() - began
 
-    def slowest(self, path: str, **parameters: Any) -> float:
-        return max(self.ask(path, **parameters)[1] for _ in range(3))
+    def median(self, path: str, **parameters: Any) -> float:
+        return statistics.median(self.ask(path, **parameters)[1] for _ in range(5))
 
     def peak_gib(self) -> float:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -211,7 +212,7 @@ def measure(folder: Path, steps: int, result: Result) -> None:
         ]:
             time.sleep(0.5)
         result.row("command to all rollouts in the table, meanwhile usable", time.perf_counter() - began, "s")
-        result.row("page of 100 while columns from tokens are computed", server.slowest("rollouts"), "s")
+        result.row("page of 100 while columns from tokens are computed", server.median("rollouts"), "s")
         while server.ask("state")[0]["reading"]["derived"] < reading["total"]:
             time.sleep(1)
         result.row("command to the columns that need all tokens", time.perf_counter() - began, "s")
@@ -225,28 +226,28 @@ def questions(server: Server, steps: int, result: Result) -> None:
     run = server.ask("state")[0]["runs"][0]["name"]
     total = server.ask("rollouts")[0]["total"]
     result.row("rollouts", total, "rows")
-    result.row("first page", server.slowest("rollouts"), "s")
+    result.row("first page", server.median("rollouts"), "s")
     picked = {"filter": 'reward < 0.5 and domain = "maths" and effort = max', "sort": "sampled_tokens"}
-    result.row("filter by three columns, sort by a fourth", server.slowest("rollouts", **picked), "s")
+    result.row("filter by three columns, sort by a fourth", server.median("rollouts", **picked), "s")
     picked = {"filter": "component.length < 0 and logprob_gap_max > 0.02", "sort": "teacher_kl"}
     result.row(
         "filter by a reward part and a token column, sort by another",
-        server.slowest("rollouts", **picked),
+        server.median("rollouts", **picked),
         "s",
     )
-    result.row("page 5,000 of all", server.slowest("rollouts", offset=total // 2), "s")
-    result.row("one step's rollouts", server.slowest("rollouts", filter=f"step = {steps // 2}"), "s")
+    result.row("page 5,000 of all", server.median("rollouts", offset=total // 2), "s")
+    result.row("one step's rollouts", server.median("rollouts", filter=f"step = {steps // 2}"), "s")
     search(server, result)
     long = {"run": run, "step": steps, "draw": 10**9, "sample": 0}
-    result.row("one rollout of 100,000 tokens, all columns", server.slowest("rollout", **long), "s")
+    result.row("one rollout of 100,000 tokens, all columns", server.median("rollout", **long), "s")
     near = {"of_run": run, "step": steps // 2, "draw": steps // 2 * (ROWS_A_STEP // SAMPLES), "sample": 3}
-    result.row("its neighbours in a sorted million", server.slowest("neighbours", **near, sort="reward"), "s")
-    result.row("table of domain and effort, one step", server.slowest("cells", run=run), "s")
-    result.row("table of domain and effort, whole run", server.slowest("cells", run=run, whole="true"), "s")
-    result.row("ten degeneracies of the whole run", server.slowest("degeneracies", run=run), "s")
-    result.row("curves from all rollouts by domain", server.slowest("steps", run=run, by="domain"), "s")
-    result.row("problems that changed most", server.slowest("compare/problems", run=run), "s")
-    result.row("state, asked every second", server.slowest("state"), "s")
+    result.row("its neighbours in a sorted million", server.median("neighbours", **near, sort="reward"), "s")
+    result.row("table of domain and effort, one step", server.median("cells", run=run), "s")
+    result.row("table of domain and effort, whole run", server.median("cells", run=run, whole="true"), "s")
+    result.row("ten degeneracies of the whole run", server.median("degeneracies", run=run), "s")
+    result.row("curves from all rollouts by domain", server.median("steps", run=run, by="domain"), "s")
+    result.row("problems that changed most", server.median("compare/problems", run=run), "s")
+    result.row("state, asked every second", server.median("state"), "s")
 
 
 def search(server: Server, result: Result) -> None:
@@ -257,8 +258,8 @@ def search(server: Server, result: Result) -> None:
     while answer["searching"]["done"] < answer["searching"]["total"]:
         answer, _ = server.ask("rollouts", filter=f'"{NEEDLE}"')
     result.row("full-text search over all texts, to the last file", time.perf_counter() - began, "s")
-    result.row("the same search again", server.slowest("rollouts", filter=f'"{NEEDLE}"'), "s")
-    one = server.slowest("rollouts", filter='step >= 990 and "symmetry or else"')
+    result.row("the same search again", server.median("rollouts", filter=f'"{NEEDLE}"'), "s")
+    one = server.median("rollouts", filter='step >= 990 and "symmetry or else"')
     result.row("full-text search in the last ten steps", one, "s")
 
 
