@@ -50,8 +50,17 @@ ConfigFile = Annotated[
 
 
 @app.command()
-def run(config: ConfigFile, overrides: Overrides = None) -> None:
+def run(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    unsafe: Annotated[
+        bool,
+        typer.Option(help="Where this machine cannot isolate sandboxes: run what policies write regardless."),
+    ] = False,
+) -> None:
     """Run a job. The same command again resumes it where its last checkpoint left off."""
+    if unsafe:
+        os.environ["K3RL_UNSAFE"] = "1"  # workers of this machine inherit it
     from k3rl.config.load import load_job
     from k3rl.recipes.run import run_job
 

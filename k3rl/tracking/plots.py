@@ -18,7 +18,16 @@ Metrics = Sequence[dict[str, Any]]
 PLOTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "reward": ("mean reward", ("reward/mean", "reward/mean/effort/")),
     "loss": ("loss per token", ("train/nll",)),
+    "components": ("mean of a reward's component", ("reward/part/",)),
     "lengths": ("thinking tokens", ("length/thinking", "length/thinking/effort/")),
+    "sampled": ("sampled tokens", ("length/sampled", "length/sampled/effort/")),
+    "judge": (
+        "judge, share or correlation",
+        tuple(
+            f"judge/{x}"
+            for x in ("void_rate", "agreement", "order_bias_rate", "over_length", "length_correlation")
+        ),
+    ),
     "staleness": ("policy updates since sampled", ("staleness/mean", "staleness/max")),
     "teacher": ("reverse KL to the teachers, per token", ("teacher/kl",)),
 }

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import logging
 import os
 import resource
 import shutil
@@ -237,6 +238,9 @@ def environment() -> dict[str, str]:
     }
 
 
+log = logging.getLogger(__name__)
+
+
 @functools.cache
 def probe() -> Isolation:
     """Try to run something isolated. Raises `IsolationUnavailable` with what was tried."""
@@ -276,3 +280,23 @@ def probe() -> Isolation:
             return Isolation(bwrap, mode, base_python(), seccomp.supported())
         said = done.stderr.strip()[:300]
     raise IsolationUnavailable(f"{bwrap} cannot make namespaces here: {said}")
+
+
+UNSAFE_VARIABLE = "K3RL_UNSAFE"
+"""Set to 1 by `k3rl run --unsafe`: without isolation where there is none. Where there is, it changes nothing."""
+
+
+def none() -> Isolation:
+    """Plain child processes."""
+    return Isolation("", "none", base_python(), False)
+
+
+def probe_or_none() -> Isolation:
+    """`probe`, or where that fails and the user has said so, nothing."""
+    try:
+        return probe()
+    except IsolationUnavailable as error:
+        if os.environ.get(UNSAFE_VARIABLE) == "1":
+            log.warning("%s; --unsafe: what the policy writes runs with this user's rights", error)
+            return none()
+        raise IsolationUnavailable(f"{error}; for code that you trust there is `k3rl run --unsafe`") from None

@@ -80,10 +80,7 @@ class Host:
     """All local sandboxes of this process under one root folder. Thread-safe."""
 
     def __init__(self, root: Path, *, unsafe: bool = False) -> None:
-        if unsafe:
-            self.isolation = bwrap.Isolation("", "none", bwrap.base_python(), False)
-        else:
-            self.isolation = bwrap.probe()
+        self.isolation = bwrap.none() if unsafe else bwrap.probe_or_none()
         self.root = root
         for folder in (root, root / "live", root / "snapshots"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -306,8 +306,12 @@ async def test_refuses_without_isolation_unless_told(tmp_path: Path, monkeypatch
     monkeypatch.setattr(bwrap, "find_bwrap", lambda: None)
     bwrap.probe.cache_clear()
     try:
-        with pytest.raises(IsolationUnavailable, match="bubblewrap"):
+        with pytest.raises(IsolationUnavailable, match=r"bubblewrap.*k3rl run --unsafe"):
             LocalBackend(tmp_path / "a")
+        monkeypatch.setenv("K3RL_UNSAFE", "1")
+        async with LocalBackend(tmp_path / "c") as backend:
+            assert not backend.capabilities.isolated
+        monkeypatch.delenv("K3RL_UNSAFE")
         async with LocalBackend(tmp_path / "b", unsafe=True) as backend:
             assert not backend.capabilities.isolated
             assert any("no isolation" in note for note in backend.capabilities.notes)
