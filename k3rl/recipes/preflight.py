@@ -26,6 +26,7 @@ from k3rl.config.jobs import (
     SftJob,
 )
 from k3rl.config.rewards import RewardConfig
+from k3rl.config.rollout import AgentConfig
 from k3rl.data import ProblemSource, load_conversations, load_problems
 from k3rl.data.config import DataConfig, JsonlData, SourceConfig
 from k3rl.errors import UserError
@@ -35,6 +36,8 @@ from k3rl.models.loading import check_fits
 from k3rl.recipes.launch import device_of, renderer_of
 from k3rl.types import Effort
 from rewards.worker import check_rewards
+from rollout.environment import HoldsSandbox, make_environment
+from rollout.environments.sandboxes import Sandboxes, check_sandboxes
 
 AnyJob = TypeVar("AnyJob", bound=JobBase)
 Part = TypeVar("Part", bound=Config)
@@ -120,6 +123,7 @@ def _check_single(job: JobBase) -> None:
             problems = _check_problems(
                 job.data, renderer_of(job.model), job.thinking, job.rollout.max_context
             )
+            _check_environment(job.rollout.agent, problems)
             _check_rewards(job.rewards, problems)
             if isinstance(job, DistillJob):
                 _check_teachers(job, problems, device)
@@ -130,6 +134,7 @@ def _check_single(job: JobBase) -> None:
                 problems = _check_problems(
                     job.evaluation.data, renderer_of(model), job.thinking, job.evaluation.max_context
                 )
+            _check_environment(job.evaluation.agent, problems)
             _check_rewards(job.rewards, problems)
             for some in job.ensembles.values():
                 _check_routing(some, problems, job.evaluation.efforts)
@@ -143,6 +148,7 @@ def _check_single(job: JobBase) -> None:
                 job.thinking,
                 job.evaluation.max_context,
             )
+            _check_environment(job.evaluation.agent, problems)
             _check_rewards(job.rewards, problems)
             _check_routing(job.teachers, problems, job.evaluation.efforts)
         case MergeJob():
@@ -192,6 +198,17 @@ def _check_problems(
             f"max_context: the prompt of problem '{first.id}' has {len(prompt)} tokens, the limit is {max_context}"
         )
     return problems
+
+
+def _check_environment(agent: AgentConfig, problems: ProblemSource) -> None:
+    """The first problem's environment can be made, and its sandboxes."""
+    sandboxes = Sandboxes(agent.sandbox, folder=Path("unused"), owner="check")  # opened by nobody
+    try:
+        environment = make_environment(problems[0], agent, sandboxes)
+    except TypeError as error:
+        raise UserError(f"agent.arguments: problem '{problems[0].id}': {error}") from error
+    if isinstance(environment, HoldsSandbox):
+        check_sandboxes(agent.sandbox)
 
 
 def _check_teachers(job: DistillJob, problems: ProblemSource, device: str) -> None:

@@ -8,19 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from k3rl.config.rollout import SandboxConfig
-from sandbox_client import Backend, Fleet, FleetConfig, Lease, Limits, LocalBackend, Sandbox, SandboxSpec
+from k3rl.errors import UserError
+from sandbox_client import (
+    Backend,
+    Fleet,
+    FleetConfig,
+    Lease,
+    Limits,
+    LocalBackend,
+    Sandbox,
+    SandboxError,
+    SandboxSpec,
+)
 
 MIB = 1 << 20
 JUDGES = 4
 """Forks that are judged in at once, beside the trajectories' own sandboxes: without places of their own, trajectories
 that all hold a sandbox would wait for each other."""
 RUN_FILE = "run"
+CHECK_S = 3.0
+"""How long a check before the run waits for a server that does not answer."""
 
 
 class Sandboxes:
@@ -139,12 +154,30 @@ class Sandboxes:
             self._backend = None
 
 
-def _make_backend(config: SandboxConfig, folder: Path) -> Backend:
+def check_sandboxes(config: SandboxConfig) -> None:
+    """Raises `UserError` where no sandbox could be made: no isolation on this machine, or no server."""
+
+    async def look() -> None:
+        with tempfile.TemporaryDirectory(prefix="k3rl-check-") as folder:
+            backend = _make_backend(config, Path(folder), patience_s=CHECK_S)
+            try:
+                await backend.list({"k3rl-run": "check"})
+            finally:
+                await backend.close()
+
+    try:
+        asyncio.run(look())
+    except SandboxError as error:
+        raise UserError(f"agent.sandbox: there are no sandboxes here: {error}") from error
+
+
+def _make_backend(config: SandboxConfig, folder: Path, patience_s: float | None = None) -> Backend:
     if config.backend == "local":
         return LocalBackend(Path(config.root) if config.root else folder, unsafe=config.unsafe)
-    from sandbox_client.agentenv import AgentEnvBackend
+    from sandbox_client.agentenv import AgentEnvBackend, AgentEnvConfig
 
-    return AgentEnvBackend()
+    server = AgentEnvConfig.from_environment()
+    return AgentEnvBackend(server if patience_s is None else replace(server, patience_s=patience_s))
 
 
 def run_identity(folder: Path) -> str:

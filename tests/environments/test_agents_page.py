@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from k3rl.config.load import validate
 from k3rl.config.rollout import AgentConfig
 from k3rl.data import load_problems
 from k3rl.data.config import JsonlData
 from k3rl.data.shell_lookup import shell_lookup
 from k3rl.errors import UserError
+from k3rl.recipes.run import check_job
 from rollout.environment import environment_factory, make_environment
 from rollout.environments.tools import TOOLS, declaration
 
@@ -66,3 +68,41 @@ def test_a_data_source_names_the_environment_of_its_problems(tmp_path, sandboxes
 def test_without_sandboxes_an_environment_that_needs_them_says_so():
     with pytest.raises(UserError, match="needs sandboxes"):
         make_environment(shell_lookup(size=1)[0], AgentConfig())
+
+
+RL = {
+    "kind": "rl",
+    "name": "agent",
+    "data": {
+        "type": "callable",
+        "function": "k3rl.data.shell_lookup:shell_lookup",
+        "arguments": {"size": 4, "terse": True},
+    },
+    "steps": 1,
+    "rollout": {"groups": 1, "samples": 2, "max_context": 256},
+}
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ({"environment": "shell_lokup"}, "did you mean 'shell_lookup'"),
+        ({"environment": "data_question", "arguments": {"bash_sec": 3}}, "did you mean 'bash_s'"),
+        ({"sandbox": {"backend": "agentenv"}}, "agent.sandbox: there are no sandboxes here"),
+    ],
+)
+def test_what_is_wrong_with_an_environment_is_said_before_anything_starts(agent, said, monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENTENV_URL", "http://127.0.0.1:9")
+    data = RL["data"]
+    if "environment" in agent:  # of problems that name none
+        rows = [{"prompt": "x", "reward": "environment", "task": {"files": {}, "answer": "7"}}]
+        file = tmp_path / "problems.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        data = {"type": "jsonl", "path": str(file), "columns": {"metadata": ["task"]}}
+    job = RL | {"data": data, "rollout": RL["rollout"] | {"agent": agent}}
+    with pytest.raises(UserError, match=said):
+        check_job(validate(job, {}, "test"))
+
+
+def test_a_job_with_sandboxes_passes_the_check():
+    check_job(validate(RL, {}, "test"))
