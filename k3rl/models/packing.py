@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from k3rl.models.context_parallel import active_shard
+
 if TYPE_CHECKING:
     from k3rl.models.cache import Cache
     from k3rl.models.k3.routing import Routing
@@ -59,6 +61,9 @@ class Layout:
         self.cache = cache
         self.decode = num_tokens == self.num_sequences
         self.routing: Routing | None = None
+        self.shard = active_shard()
+        if self.shard is not None and (self.num_sequences != 1 or cache is not None):
+            raise ValueError("ranks share one sequence at a time, without a cache")
         self._chunks: dict[int, Chunks] = {}
         self._head_chunks: dict[tuple[int, int], tuple[Chunks, Tensor, Tensor, Tensor]] = {}
         self.slots_N: Tensor | None = None

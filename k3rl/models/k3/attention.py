@@ -10,9 +10,11 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from k3rl.models.attention import packed_attention, read_decode, read_packed, write_tokens
 from k3rl.models.config import K3Config
+from k3rl.models.context_parallel import Shard, gather, tail_before
 from k3rl.models.k3.kda_ops import Backend, kda
 from k3rl.models.k3.layers import RMSNorm, wide
 from k3rl.models.packing import Layout
@@ -112,6 +114,8 @@ class KDAttention(nn.Module):
         conv_state, state = self._read(layout)
         qkv = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], -1)
         convs = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
+        if layout.shard is not None:
+            conv_state = tail_before(qkv, self.width - 1, layout.shard)
         qkv, conv_state = causal_conv(qkv, convs, layout, conv_state)
         q, k, v = (part.unflatten(-1, heads) for part in qkv.chunk(3, -1))
         z = self.f_b_proj(self.f_a_proj(x_TD)).unflatten(-1, heads)
@@ -202,10 +206,23 @@ class MLAttention(nn.Module):
             latent_TR = (
                 read_packed(held, layout).to(x_TD.dtype) if layout.decode or layout.past.any() else latent_TR
             )
+        if layout.shard is not None:
+            return self._out(self._over_ranks(q_THK, latent_TR, layout.shard), x_TD)
         k_UHK, v_UHV = self._expand(latent_TR)
         if self.track_max_logit and self.training and torch.is_grad_enabled():
             self._note_max_logit(q_THK, k_UHK, layout)
         return self._out(packed_attention(q_THK, k_UHK, v_UHV, layout, self.scale), x_TD)
+
+    def _over_ranks(self, q_THK: Tensor, latent_TR: Tensor, shard: Shard) -> Tensor:
+        """Over the latents of all ranks up to this one: the mask is causal, aligned at the lower right."""
+        if self.track_max_logit:
+            raise ValueError("QK-Clip's largest logits are not tracked while ranks share a sequence")
+        latent_UR = gather(latent_TR, shard)[: shard.rank + 1].flatten(0, 1)
+        k_UHK, v_UHV = self._expand(latent_UR)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_UHK, v_UHV))
+        mask = causal_lower_right(q_THK.shape[0], latent_UR.shape[0])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        return out[0].transpose(0, 1)
 
     def _expand(self, latent_UR: Tensor) -> tuple[Tensor, Tensor]:
         c, shared = latent_UR.split([self.latent, self.shared], -1)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from k3rl.models.context_parallel import state_before
 from k3rl.models.k3.kda_fla import Backend, kda_fla, pick_backend
 from k3rl.models.packing import Chunks, Layout
 
@@ -52,9 +53,9 @@ def kda(
 
     ``state_NHKV`` is each sequence's float32 state (zeros where None). Returns outputs [T, H, V] in v's dtype and the
     states after the last token, float32 [N, H, K, V]. ``auto`` takes fla's kernels for half-precision CUDA tensors and
-    torch for all others.
+    torch for all others, and where the sequence is shared with other ranks (``layout.shard``).
     """
-    if pick_backend(q_THK, backend) == "fla":
+    if layout.shard is None and pick_backend(q_THK, backend) == "fla":
         return kda_fla(q_THK, k_THK, v_THV, z_THK, b_TH, A_log_H, dt_bias_HK, lower_bound, layout, state_NHKV)
     wide = torch.float64 if q_THK.dtype == torch.float64 else torch.float32
     g = decay(z_THK, A_log_H, dt_bias_HK, lower_bound)
@@ -66,6 +67,9 @@ def kda(
         state = q.new_zeros(*q.shape, v.shape[-1]) if state_NHKV is None else state_NHKV
         out, state = kda_step(q, k, v, g, beta, state)
     else:
+        if layout.shard is not None:
+            scan = lambda values, first: kda_chunked(k, k, values, g, beta, layout, first)[1]  # noqa: E731
+            state_NHKV = state_before(v, k.shape[-1], scan, layout.shard)
         out, state = kda_chunked(q, k, v, g, beta, layout, state_NHKV)
     return out.to(v_THV.dtype), state
 
