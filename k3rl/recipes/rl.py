@@ -11,6 +11,7 @@ Distillation is the same loop with another source of advantages: see `k3rl.recip
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -102,7 +103,8 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
                 # What left the run in this step, and why; then the books must balance.
                 with journal.progress.phase("record"):
                     leaving = Leaving(scored, selection, {s.group.draw: s.group.problem for s in scored})
-                    journal.store.write_rollouts(step, leaving.rows(step, version, renderer, job.thinking))
+                    rows = partial(leaving.rows, step, version, renderer, job.thinking)
+                    journal.store.write_rollouts_beside(step, rows)
                     for draw_number, reason in leaving.fates():
                         pool.settle(draw_number, reason)
                     due = journal.due(step, job.checkpoint_every)

@@ -17,9 +17,11 @@ in the store twice.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from k3rl.store.files import read_lines, replacing, replacing_folder, write_json
 from k3rl.store.lock import RunLock
 from k3rl.store.rows import ROLLOUT_SCHEMA
 
+log = logging.getLogger(__name__)
 _IGNORED = {"ray", "tracking", "runs"}
 """May change between two starts of one run, also in a pipeline's jobs: they don't shape results."""
 _EXTENDABLE = ("steps",)
@@ -44,6 +47,8 @@ class RunStore:
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
         self.path, self._lock = path, lock
+        self._writer: ThreadPoolExecutor | None = None
+        self._written: Future[Path] | None = None
 
     @classmethod
     def create(cls, path: Path | str, config_yaml: str) -> RunStore:
@@ -83,6 +88,9 @@ class RunStore:
         return cls(path)
 
     def close(self) -> None:
+        self.wait_for_rollouts()
+        if self._writer is not None:
+            self._writer.shutdown()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -100,6 +108,25 @@ class RunStore:
         with replacing(path) as temporary:
             pq.write_table(table, temporary, compression="zstd")
         return path
+
+    def write_rollouts_beside(self, step: int, rows: Callable[[], list[dict[str, Any]]]) -> None:
+        """`write_rollouts` in a thread, while its caller goes on; one step at a time. Whole before the step's
+        checkpoint is. Where it fails, that is said, and the step's rollouts are missing: training goes on."""
+        self.wait_for_rollouts()
+        self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+        self._written = self._writer.submit(lambda: self.write_rollouts(step, rows()))
+
+    def wait_for_rollouts(self) -> None:
+        """Until what `write_rollouts_beside` began is on disk, or has failed."""
+        written, self._written = self._written, None
+        if written is None:
+            return
+        try:
+            written.result()
+        except Exception as error:  # the border of the writer
+            log.error(
+                "%s: the rollouts of a step were not written: %s: %s", self.path, type(error).__name__, error
+            )
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """One line. Numbers that are not finite become null, for JSON has none."""
@@ -152,6 +179,7 @@ class RunStore:
         """A folder to write into; it gets its name when it is whole. Then older ones go, by retention."""
         with replacing_folder(self.path / "checkpoints" / f"step-{step:06d}") as temporary:
             yield temporary
+            self.wait_for_rollouts()
         for folder in self.checkpoints()[:-keep_last]:
             if not (keep_every and step_of(folder) % keep_every == 0):
                 shutil.rmtree(folder)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import datasets
 import pytest
@@ -114,3 +115,30 @@ def test_the_datasets_library_reads_all_steps_with_one_schema(tmp_path):
     assert loaded.num_rows == 2
     assert loaded[0]["logprobs"] is None or loaded[0]["logprobs"] == []
     assert loaded[1]["logprobs"] == pytest.approx([-0.1, -0.2])
+
+
+def test_rollouts_written_beside_are_whole_before_their_checkpoint_is(tmp_path):
+    store = RunStore.create(tmp_path / "run", CONFIG)
+    go_on = threading.Event()
+
+    def slow() -> list[dict]:
+        go_on.wait(10)
+        return [row(0, 0, 0)]
+
+    store.write_rollouts_beside(0, slow)
+    assert store.rollout_files() == []
+    threading.Timer(0.2, go_on.set).start()
+    with store.new_checkpoint(0) as folder:
+        (folder / "model").write_text("weights")
+        assert store.checkpoints() == []
+    assert len(store.rollout_files()) == len(store.checkpoints()) == 1
+    store.close()
+
+
+def test_a_writer_that_fails_is_heard_of_and_hurts_nobody(tmp_path, caplog):
+    store = RunStore.create(tmp_path / "run", CONFIG)
+    store.write_rollouts_beside(0, lambda: [{"step": "no number"}])
+    store.write_rollouts_beside(1, lambda: [row(1, 0, 0)])
+    store.close()
+    assert [p.name for p in store.rollout_files()] == ["step-000001.parquet"]
+    assert "rollouts of a step were not written" in caplog.text
