@@ -44,7 +44,7 @@ KNOWN = {
         r"make (demo|test) ": "needs: network; CI runs both",
         r"\.venv/bin/k3rl view runs/": "tested: tests/viewer/test_viewer_browser.py",
         r"\.venv/bin/k3rl view --text|python -c": "slow",
-        r"k3rl run configs/(smollm2|distill|qat|quickstart)": "slow",
+        r"k3rl run configs/(smollm2|distill|qat|grm|agent|quickstart)": "slow",
         r"k3rl export runs/qat_nano": "slow",
         r"k3rl (config|doctor)": "run",
     },
