@@ -11,8 +11,6 @@ never makes the server import anything. Every call runs in a killable process, a
 
 from __future__ import annotations
 
-import hmac
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +19,7 @@ from starlette.concurrency import run_in_threadpool
 
 from k3rl.config.rewards import RewardConfig
 from k3rl.errors import UserError, nearest
+from k3rl.web import guard, json_body
 from rewards.api import RewardFunction, Verdict
 from rewards.isolation.pool import IsolatedPool
 from rewards.registry import get_reward, known_names, load_modules
@@ -62,10 +61,7 @@ def make_app(server: RewardServer, token: str = "") -> FastAPI:
     """The HTTP face. With ``token`` every request but ``/health`` must carry it."""
     app = FastAPI(title="k3rl rewards", docs_url=None, redoc_url=None, openapi_url=None)
 
-    def allowed(request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise HTTPException(401, "this server asks for a token")
+    allowed = guard(token)
 
     @app.get("/health")
     def health() -> dict[str, str]:
@@ -86,7 +82,7 @@ def make_app(server: RewardServer, token: str = "") -> FastAPI:
 
     @app.post("/rewards/{name}", dependencies=[Depends(allowed)])
     async def score(name: str, request: Request) -> dict[str, Any]:
-        body = await _read(request)
+        body = await json_body(request, MAX_REQUEST_BYTES)
         if server.waiting >= MAX_WAITING:
             raise HTTPException(503, "too many requests are waiting")
         server.waiting += 1
@@ -102,19 +98,3 @@ def make_app(server: RewardServer, token: str = "") -> FastAPI:
         return {"verdicts": [verdict_to_json(v) for v in verdicts]}
 
     return app
-
-
-async def _read(request: Request) -> dict[str, Any]:
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_REQUEST_BYTES:
-            raise HTTPException(413, f"a request may have {MAX_REQUEST_BYTES} bytes")
-        parts.append(part)
-    try:
-        body = json.loads(b"".join(parts))
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(422, f"the request is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise HTTPException(422, "the request is not a mapping")
-    return body

@@ -11,7 +11,6 @@ structure; calls of tools come back parsed. Streams and several choices are not 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import threading
 import time
@@ -25,6 +24,7 @@ from k3rl.chat import Renderer
 from k3rl.chat.messages import as_message
 from k3rl.errors import UserError
 from k3rl.types import StopReason
+from k3rl.web import guard, json_body
 from rollout.engine import Engine, Generation, SamplingParams
 
 MAX_REQUEST_BYTES = 16 << 20
@@ -201,10 +201,7 @@ def make_app(chat: ChatEngine, token: str = "") -> FastAPI:
     """The HTTP face. With ``token`` every request but ``/health`` must carry it."""
     app = FastAPI(title="k3rl", docs_url=None, redoc_url=None, openapi_url=None)
 
-    def allowed(request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise HTTPException(401, "this server asks for a token")
+    allowed = guard(token)
 
     @app.get("/health")
     def health() -> dict[str, str]:
@@ -216,7 +213,7 @@ def make_app(chat: ChatEngine, token: str = "") -> FastAPI:
 
     @app.post("/v1/chat/completions", dependencies=[Depends(allowed)])
     async def complete(request: Request) -> dict[str, Any]:
-        body = await _read(request)
+        body = await json_body(request, MAX_REQUEST_BYTES)
         if len(chat._waiting) >= MAX_WAITING:
             raise HTTPException(503, "too many requests are waiting")
         try:
@@ -227,21 +224,6 @@ def make_app(chat: ChatEngine, token: str = "") -> FastAPI:
             raise HTTPException(500, str(error)) from error
 
     return app
-
-
-async def _read(request: Request) -> dict[str, Any]:
-    content = b""
-    async for part in request.stream():
-        content += part
-        if len(content) > MAX_REQUEST_BYTES:
-            raise HTTPException(413, f"a request may have {MAX_REQUEST_BYTES} bytes")
-    try:
-        body = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(422, f"the request is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise HTTPException(422, "the request is not a mapping")
-    return body
 
 
 class Served:
