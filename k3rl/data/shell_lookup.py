@@ -1,12 +1,13 @@
 """Problems of the environment ``shell_lookup``: find a fact in files, with a shell.
 
     level 1   a file holds the fact
-    level 2   a file holds the fact, or ``@`` and the name of the file to read next
-    level 3   the fact is in some line of some file
-    level 4   two facts, one behind the other, in folders of files
-    level 5   as 4, with facts that changed: the last one counts
+    level 2   a file holds ``@`` and the name of the file that holds the fact
+    level 3   as 2, and there may be none, one, two or three such files before
+    level 4   the fact is in some line of some file
+    level 5   two facts, one behind the other, in folders of files
+    level 6   as 5, with facts that changed: the last one counts
 
-``terse`` leaves the first three levels' instructions and the tools' declaration out: the message is the key alone, one
+``terse`` leaves the first four levels' instructions and the tools' declaration out: the message is the key alone, one
 letter, and facts are one digit, for models that learn the task by example and for which every token costs.
 
     problems = shell_lookup(size=1000, level=2, terse=True)
@@ -23,7 +24,7 @@ from k3rl.types import Problem
 
 KEYS = "QWERTYUIOPASDFGHJKLZXCVBNM"
 DECOYS = 4
-LEVELS = 5
+LEVELS = 6
 NAMES = (
     "Ada",
     "Alan",
@@ -76,13 +77,13 @@ def shell_lookup(
 
 
 def _make(rng: random.Random, level: int, terse: bool) -> tuple[str, Task]:
-    if level <= 2:
-        return _chain(rng, 0 if level == 1 else rng.randint(0, 2), terse)
-    return _lines(rng, terse) if level == 3 else _offices(rng, changes=level == 5)
+    if level <= 3:
+        return _chain(rng, level - 1 if level < 3 else rng.randint(0, 3), terse)
+    return _lines(rng, terse) if level == 4 else _offices(rng, changes=level == 6)
 
 
 def value(rng: random.Random, terse: bool) -> str:
-    """A fact of the first three levels."""
+    """A fact of the first four levels."""
     return str(rng.randrange(10)) if terse else f"{rng.randrange(100):02d}"
 
 

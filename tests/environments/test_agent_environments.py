@@ -15,7 +15,7 @@ from k3rl.errors import UserError
 from k3rl.types import StopReason
 from rollout.environment import make_environment
 
-TOP = ((shell_lookup, 5), (data_question, 5), (code_repair, 4))
+TOP = ((shell_lookup, 6), (data_question, 5), (code_repair, 4))
 EVERY = [(make, level) for make, top in TOP for level in range(1, top + 1)]
 ids = [f"{make.__name__}-{level}" for make, level in EVERY]
 

@@ -19,7 +19,7 @@ import pytest
 from k3rl.data.shell_lookup import shell_lookup
 
 ROOT = Path(__file__).parents[2]
-KILLED_AFTER = 5  # steps of reinforcement learning
+KILLED_AFTER = 4  # steps of reinforcement learning
 READ = re.compile(
     r'key="command" type="string"<\|sep\|>cat (\w)<\|close\|>argument.*?message role="tool" tool="bash" '
     r'index="1"<\|sep\|>(.*?)<\|close\|>message',
@@ -75,7 +75,7 @@ def test_an_agent_learns_through_a_kill_in_the_middle(tmp_path):
     assert [int(m["step"]) for m in steps] == list(range(len(steps)))
     rewards = [m["reward/mean"] for m in steps]
     print("reward by step:", " ".join(f"{r:.2f}" for r in rewards))
-    assert fmean(rewards[-4:]) > fmean(rewards[:4]) + 0.2
+    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.2
     assert all(m["sandbox/lost"] == 0 for m in steps)
     assert steps[-1]["sandbox/recovered"] > 0
     assert 0.3 < steps[-1]["sandbox/pause_share"] < 1

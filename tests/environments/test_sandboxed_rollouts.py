@@ -229,7 +229,7 @@ def test_snapshots_last_as_long_as_a_checkpoint_names_them(tmp_path):
     assert snapshots_in(kept[-1]) == {f.stem for f in (tmp_path / "snapshots").glob("*.tar")}
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
 def test_demonstrations_are_what_really_happens(tmp_path, level, play):
     """Token by token: prompt, turns and observations of a demonstration are those of a trajectory in a sandbox."""
     demonstrations = shell_lookup_demonstrations(size=4, seed=5, level=level)
