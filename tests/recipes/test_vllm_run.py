@@ -32,6 +32,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(900)  # vLLM's start takes most of it
 def test_two_steps_of_rl(tiny, tmp_path):
     pytest.importorskip("vllm")
     job = {
