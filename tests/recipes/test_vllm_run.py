@@ -49,7 +49,7 @@ def test_two_steps_of_rl(tiny, tmp_path):
             "engine": {"type": "vllm", "max_slots": 16, "arguments": {"kv_cache_memory_bytes": 64 << 20}},
         },
         # by length, so that every group has something to learn from
-        "rewards": {"parts": [{"reward": f"{__file__}:shorter"}]},
+        "rewards": {"parts": [{"reward": f"{__file__}:says_less"}]},
         "trainer": {"optimizer": {"lr": 1e-3}},
     }  # fmt: skip
     run = run_job(validate(job, {}, "test"))
@@ -57,10 +57,9 @@ def test_two_steps_of_rl(tiny, tmp_path):
     assert [m["train/updates"] for m in metrics] == [1, 1]
     for m in metrics:
         assert 0 < m["rollout/logprob_diff_same_version"] < 1e-3
-    assert metrics[1]["staleness/max"] == 1  # paused under the first weights, ended under the second
 
 
 @reward()
-def shorter(scored: Scored) -> float:
+def says_less(scored: Scored) -> float:
     """Fewer tokens are better."""
     return -float(scored.trajectory.sampled_tokens)

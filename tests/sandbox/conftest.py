@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from sandbox_client import LocalBackend
-from sandbox_client.agentenv import AgentEnvBackend, AgentEnvConfig
+from sandbox_client.agentenv import AgentEnvBackend
 from sandbox_client.errors import IsolationUnavailable
 from sandbox_client.local import bwrap
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from agentenv_client import client_config
 from agentenv_server import AgentEnvServer
 
 
@@ -31,12 +32,6 @@ def server(tmp_path: Path, needs_isolation: None) -> Iterator[AgentEnvServer]:
     with AgentEnvServer(tmp_path / "server") as found:
         yield found
         assert found.mistakes == []
-
-
-def client_config(server: AgentEnvServer, **changes) -> AgentEnvConfig:
-    """Short patience, so that faults are tested in seconds."""
-    quick = {"patience_s": 5.0, "lookup_s": 1.0, "first_call_pause_s": 0.05, "request_s": 30.0}
-    return AgentEnvConfig(api_url=server.url, api_key=server.api_key, **{**quick, **changes})
 
 
 @pytest.fixture

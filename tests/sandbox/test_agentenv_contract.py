@@ -157,7 +157,7 @@ def test_the_official_client_works_against_the_server(server: AgentEnvServer, mo
 
 def test_both_clients_see_one_world(server: AgentEnvServer) -> None:
     """JSON that the client sends must survive a round trip through the server's records."""
-    from conftest import client_config
+    from agentenv_client import client_config
 
     from sandbox_client.agentenv import AgentEnvBackend
 

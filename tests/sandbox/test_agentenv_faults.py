@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from agentenv_client import client_config
 from agentenv_server import AgentEnvServer, Fault
-from conftest import client_config
 
 from sandbox_client import SandboxSpec, State
 from sandbox_client.agentenv import AgentEnvBackend, AgentEnvConfig

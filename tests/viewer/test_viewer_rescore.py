@@ -43,11 +43,11 @@ def compares_everything(all_of_them):
 def sleeps(scored):
     time.sleep(100)
 
-@reward(name="raises", depends="content")
-def raises(scored):
+@reward(name="breaks_down", depends="content")
+def breaks_down(scored):
     raise RuntimeError("no such thing")
 """
-NAMES = ("shorter", "looks_around", "best_of_group", "compares_everything", "sleeps", "raises")
+NAMES = ("shorter", "looks_around", "best_of_group", "compares_everything", "sleeps", "breaks_down")
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_a_group_is_compared_as_a_whole_or_not_at_all(session, folder):
 
 
 def test_a_reward_that_fails_is_told_from_one_that_says_zero(session):
-    said = score(session, "raises", "domain = words and status != failed", limit=3)
+    said = score(session, "breaks_down", "domain = words and status != failed", limit=3)
     assert [r["after"] for r in said["rows"]] == [None] * 3
     assert all("RuntimeError: no such thing" in r["reason"] for r in said["rows"])
     assert said["summary"]["mean_after"] is None
