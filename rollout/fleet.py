@@ -212,7 +212,10 @@ class Fleet:
             member.ready = True
 
     def close(self, over: bool = False) -> None:
-        """``over``: nothing that is in flight will go on."""
+        """``over``: nothing that is in flight will go on; what was asked of workers last is waited for."""
+        deadline_s = self._clock() + min(CLOSE_S, self.config.call_timeout_s)
+        while over and any(m.calls for m in self.members if m.ready) and self._clock() < deadline_s:
+            self.turn(POLL_S)
         tickets = [
             self.transport.call(m.index, "close", over) for m in self.members if m.ready and not m.calls
         ]
