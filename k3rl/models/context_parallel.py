@@ -44,10 +44,9 @@ def active_shard() -> Shard | None:
 @contextmanager
 def sharded(group: dist.ProcessGroup) -> Iterator[Shard]:
     """Forwards inside take their tokens as one piece of a sequence that the group's ranks hold in rank order."""
-    token = _active.set(Shard(group, dist.get_rank(group), dist.get_world_size(group)))
+    shard = Shard(group, dist.get_rank(group), dist.get_world_size(group))
+    token = _active.set(shard)
     try:
-        shard = _active.get()
-        assert shard is not None
         yield shard
     finally:
         _active.reset(token)

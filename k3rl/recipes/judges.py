@@ -12,11 +12,8 @@ from typing import Any
 from k3rl.chat import load_renderer
 from k3rl.config.rewards import JudgeModel, RewardConfig
 from k3rl.errors import RunError
-from k3rl.models import load_model
-from k3rl.models.config import PRESETS
-from k3rl.models.loading import model_folder
+from k3rl.recipes.engines import native_engine, tokenizer_of
 from rewards.grm.reward import KEY_VARIABLE, URL_VARIABLE
-from rollout.native import NativeEngine
 from rollout.serving import ChatEngine, Served, make_app
 
 START_TIMEOUT_S = 600.0
@@ -24,21 +21,8 @@ START_TIMEOUT_S = 600.0
 
 def chat_engine(judge: JudgeModel, name: str, device: str) -> ChatEngine:
     """A model on an engine, ready to be served. Close it."""
-    path = judge.model.path
-    renderer = load_renderer(path if path in PRESETS else str(model_folder(path)))
-    model = load_model(judge.model, device).eval().requires_grad_(False)
-    context = min(judge.max_context or model.max_context, model.max_context)
-    engine = NativeEngine(
-        model,
-        max_slots=judge.engine.max_slots,
-        max_context=context,
-        eos_token_ids=renderer.stop_token_ids,
-        decode=renderer.decode,
-        max_batch_tokens=judge.engine.max_batch_tokens,
-        kv_budget_tokens=judge.engine.kv_budget_tokens,
-        deterministic=judge.engine.deterministic,
-        prefix_bytes=judge.engine.prefix_cache_bytes,
-    )
+    renderer = load_renderer(tokenizer_of(judge.model))
+    engine, context = native_engine(judge.model, judge.engine, renderer, device, judge.max_context)
     return ChatEngine(engine, renderer, name, context, judge.thinking)
 
 

@@ -13,13 +13,12 @@ from k3rl.chat import Renderer, load_renderer
 from k3rl.chat.loading import PRESETS as TOKENIZERS
 from k3rl.config.jobs import EvaluateJob, JobBase, RayConfig, RlJob
 from k3rl.config.rewards import RewardConfig
-from k3rl.config.rollout import EngineConfig, RolloutConfig, VllmEngineConfig
+from k3rl.config.rollout import RolloutConfig
 from k3rl.config.trainer import TrainerConfig
 from k3rl.errors import UserError
-from k3rl.models import ModelConfig, load_model
-from k3rl.models.config import PRESETS
-from k3rl.models.loading import model_folder
-from k3rl.quant.packed import pack_experts, packs_experts
+from k3rl.models import ModelConfig
+from k3rl.quant.packed import packs_experts
+from k3rl.recipes.engines import make_engine, tokenizer_of
 from k3rl.recipes.judges import judges_running
 from k3rl.trainer.group import TrainerGroup
 from k3rl.weights import Handshake, Publication, verify
@@ -74,11 +73,6 @@ def ray_cluster(config: RayConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def tokenizer_of(model: ModelConfig) -> str:
-    """Path to load the renderer of a model from: its preset's, or its folder's."""
-    return model.path if model.path in PRESETS else str(model_folder(model.path))
-
-
 def renderer_of(model: ModelConfig) -> Renderer:
     """Raises `UserError` where the model has no usable tokenizer."""
     return load_renderer(tokenizer_of(model))
@@ -101,7 +95,7 @@ def worker_factory(
 
         torch.set_num_threads(threads)
         renderer = load_renderer(tokenizer)
-        engine, context = _make_engine(model, config, renderer, seed, device)
+        engine, context = make_engine(model, config, renderer, seed, device)
         return RolloutWorker(
             config,
             engine,
@@ -131,65 +125,6 @@ def handshake_of(renderer: Renderer, config: RolloutConfig, model: ModelConfig) 
         f"top_k={sampling.top_k}; min_p={sampling.min_p}",
         tokenizer=renderer.fingerprint(),
     )
-
-
-def _make_engine(
-    model: ModelConfig, config: RolloutConfig, renderer: Renderer, seed: int, device: str
-) -> tuple[Any, int]:
-    choice: EngineConfig = config.engine
-    if isinstance(choice, VllmEngineConfig):
-        return _vllm_engine(model, config, choice, renderer, cuda=device == "cuda")
-    from rollout.native import NativeEngine
-
-    loaded = load_model(model, device, seed=seed).eval().requires_grad_(False)
-    if packs_experts(model.qat):
-        pack_experts(loaded, read_codes=choice.expert_weights == "packed")
-    context = min(config.max_context or loaded.max_context, loaded.max_context)
-    engine = NativeEngine(
-        loaded,
-        max_slots=choice.max_slots,
-        max_context=context,
-        eos_token_ids=renderer.stop_token_ids,
-        decode=renderer.decode,
-        max_batch_tokens=choice.max_batch_tokens,
-        kv_budget_tokens=choice.kv_budget_tokens,
-        keep_cache=config.resume == "keep_cache",
-        reuse_stale=config.resume == "keep_cache",
-        deterministic=choice.deterministic,
-        prefix_bytes=choice.prefix_cache_bytes,
-    )
-    return engine, context
-
-
-def _vllm_engine(
-    model: ModelConfig, config: RolloutConfig, choice: VllmEngineConfig, renderer: Renderer, cuda: bool
-) -> tuple[Any, int]:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker is a process of its own already
-    if not cuda:
-        settings = {
-            "TORCHDYNAMO_DISABLE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
-        for name, value in settings.items():
-            os.environ.setdefault(name, value)
-    from rollout.vllm import VLLMEngine
-
-    eager = choice.enforce_eager or not cuda
-    arguments = {"gpu_memory_utilization": choice.gpu_memory_fraction, "enforce_eager": eager}
-    if choice.max_batch_tokens:
-        arguments["max_num_batched_tokens"] = choice.max_batch_tokens
-    engine = VLLMEngine(
-        model_folder(model.path),
-        max_slots=choice.max_slots,
-        max_context=config.max_context,
-        eos_token_ids=renderer.stop_token_ids,
-        decode=renderer.decode,
-        dtype=model.dtype,
-        tensor_parallel_size=choice.tensor_parallel,
-        engine_args={**arguments, **choice.arguments},
-    )
-    return engine, engine.max_context
 
 
 @contextmanager
@@ -224,8 +159,7 @@ def trainer_resources(
 def rollout_running(
     job: RlJob | EvaluateJob, config: RolloutConfig, model: ModelConfig, device: str
 ) -> Iterator[RolloutPool]:
-    """The rollout workers of a job. Whether the policy thinks is the job's to say: data and rewards go by it too."""
-    config = config.model_copy(update={"thinking": job.thinking})
+    """The rollout workers of a job."""
     options: dict[str, Any] = {"num_cpus": 1}
     if device == "cuda":
         options["num_gpus"] = COLOCATED_GPU_SHARE

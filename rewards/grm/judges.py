@@ -48,8 +48,8 @@ Rule = Callable[[str, str], Mapping[str, float]]
 @dataclass
 class RuleJudge:
     """A function in the judge's place, for tests, examples, and qualities that can be computed. It is asked about a
-    candidate's text with the files behind it. ``delay_s`` and
-    ``first_seat`` (added to the first candidate's scores) imitate what models do."""
+    candidate's text with the files behind it. ``delay_s`` and ``first_seat`` (added to the first candidate's scores)
+    imitate what models do."""
 
     rule: Rule
     delay_s: float = 0.0
