@@ -206,8 +206,9 @@ def test_sigkilled_ray_workers_change_no_token(ray_session):
     seed = random.randrange(2**32)
     print("seed", seed)
     settings = ray_settings(**{"lambda": 0.75})
-    reference, _ = ray_run(settings, 3)
-    found, pool = ray_run(settings, 3, random.Random(seed), limit=5)
+    steps = 6  # a busy machine takes few turns a step, and each is a moment to kill in
+    reference, _ = ray_run(settings, steps)
+    found, pool = ray_run(settings, steps, random.Random(seed), limit=5)
     assert pool.kills >= 3
     assert pool.controller.counts["worker_faults"] >= 3
     common = set(reference) & set(found)
