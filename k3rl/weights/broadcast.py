@@ -17,24 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from k3rl.weights.publication import TensorInfo, as_bytes, from_bytes
-
-
-def bucket_plan(infos: Sequence[TensorInfo], bucket_bytes: int) -> list[list[TensorInfo]]:
-    """Consecutive tensors of at most so many bytes together; a larger one is alone. Both sides compute it."""
-    plan: list[list[TensorInfo]] = []
-    size = 0
-    for info in infos:
-        if not plan or size + info.nbytes > bucket_bytes:
-            plan.append([])
-            size = 0
-        plan[-1].append(info)
-        size += _aligned(info.nbytes)
-    return plan
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
+from k3rl.weights.buckets import bucket_plan, flat_bytes, flatten, split
+from k3rl.weights.publication import TensorInfo, as_bytes
 
 
 def _group(backend: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -89,12 +73,7 @@ class Broadcast:
             group = _group(self.name, store, 0, self._receivers + 1, self._timeout)
             tensors = iter(held)
             for bucket in bucket_plan(infos, self._bucket_bytes):
-                parts = [as_bytes(next(tensors)[1]) for _ in bucket]
-                flat = parts[0].new_zeros(sum(_aligned(i.nbytes) for i in bucket))
-                offset = 0
-                for part in parts:
-                    flat[offset : offset + len(part)].copy_(part)
-                    offset += _aligned(len(part))
+                flat = flatten([as_bytes(next(tensors)[1]) for _ in bucket])
                 group.broadcast([flat], _root()).wait()
         except BaseException as error:  # re-raised in `release`, by the thread that owns this object
             self._error = error
@@ -120,12 +99,9 @@ class Broadcast:
         rank = scoped.add("rank", 1)
         group = _group(payload["backend"], scoped, rank, payload["size"], timeout)
         for bucket in bucket_plan(infos, payload["bucket_bytes"]):
-            flat = torch.empty(sum(_aligned(i.nbytes) for i in bucket), dtype=torch.uint8, device=device)
+            flat = torch.empty(flat_bytes(bucket), dtype=torch.uint8, device=device)
             group.broadcast([flat], _root()).wait()
-            offset = 0
-            for info in bucket:
-                yield info.name, from_bytes(flat[offset : offset + info.nbytes], info)
-                offset += _aligned(info.nbytes)
+            yield from split(flat, bucket)
 
 
 def _root() -> Any:

@@ -102,17 +102,36 @@ class Checksum:
     """
 
     BLOCK = 1 << 20
+    """Words that are summed at once."""
+    BATCH = 64 << 20
+    """Bytes that are laid end to end first: hundreds of sums of small tensors cost more in kernel launches than in
+    reading."""
     FACTOR = 0x1E3779B97F4A7C15
 
     def __init__(self) -> None:
-        self._parts: list[tuple[TensorInfo, Tensor]] = []
+        self._infos: list[TensorInfo] = []
+        self._waiting: list[Tensor] = []
+        self._waiting_bytes = 0
+        self._sums: list[Tensor] = []
         self._weights: dict[torch.device, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        self._parts.append((TensorInfo.of(name, tensor), self._sums(as_bytes(tensor))))
+        """The tensor must stay as it is until `hexdigest`."""
+        data = as_bytes(tensor)
+        if self._waiting and data.device != self._waiting[0].device:
+            self._sum_up()
+        self._infos.append(TensorInfo.of(name, tensor))
+        self._waiting.append(data)
+        self._waiting_bytes += data.numel()
+        if self._waiting_bytes >= self.BATCH:
+            self._sum_up()
 
-    def _sums(self, data: Tensor) -> Tensor:
-        """sum x_i, sum x_i (2 i F + 1) modulo 2^64, and the sum of the bytes that fill no word."""
+    def _sum_up(self) -> None:
+        """sum x_i, sum x_i (2 i F + 1) modulo 2^64 over what waits, and the sum of the bytes that fill no word."""
+        if not self._waiting:
+            return
+        data = self._waiting[0] if len(self._waiting) == 1 else torch.cat(self._waiting)
+        self._waiting, self._waiting_bytes = [], 0
         whole = data.numel() // 8 * 8
         words = data[:whole]
         words = (words if words.data_ptr() % 8 == 0 else words.clone()).view(torch.int64)
@@ -127,14 +146,14 @@ class Checksum:
             shift = (2 * number * self.BLOCK * self.FACTOR + (1 << 63)) % (1 << 64) - (1 << 63)
             placed += (block * weights[: len(block)]).sum() + part * shift
             plain += part
-        return torch.stack([plain, placed, data[whole:].long().sum()])
+        self._sums.append(torch.stack([plain, placed, data[whole:].long().sum()]))
 
     def hexdigest(self) -> str:
+        self._sum_up()
         digest = hashlib.blake2b(digest_size=16)
-        # One copy to the host for all of them: one wait, not one a tensor.
-        rows = torch.stack([sums for _, sums in self._parts]).tolist() if self._parts else []
-        for (info, _), sums in zip(self._parts, rows, strict=True):
-            digest.update(f"{info.name}\x1f{info.dtype}\x1f{info.shape}\x1f{sums}".encode())
+        for info in self._infos:
+            digest.update(f"{info.name}\x1f{info.dtype}\x1f{info.shape}\x1f".encode())
+        digest.update(str([sums.tolist() for sums in self._sums]).encode())
         return digest.hexdigest()
 
 

@@ -3,7 +3,7 @@
     name       from and to                         copies                    lives until
     shm        CPU processes of one node or Ray    one, into Ray's store     the publication is garbage
     disk       anything that sees the folder       two                       the next publication
-    cuda_ipc   two processes on one GPU            none (receiver reads)     the next publication
+    cuda_ipc   two processes on one GPU            one of small tensors      the next publication
     nccl/gloo  devices of a process group          one bucket at a time      all receivers have read it
 
 Tensors travel under checkpoint names, each once, tied ones once; a receiver checks this (`exactly_once`).
@@ -22,6 +22,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from k3rl.weights.buckets import bucket_plan, flatten, split
 from k3rl.weights.publication import TensorInfo, as_bytes, from_bytes
 
 BUCKET_BYTES = 256 << 20
@@ -139,28 +140,36 @@ class Disk:
 
 
 class CudaIpc:
-    """The trainer's own tensors, opened by another process on the same GPU: nothing is copied on the way.
+    """Device memory of the trainer, opened by another process on the same GPU: nothing goes through the host.
 
-    What was sent is kept alive here until the next `send` or `release`.
+    To open one takes the driver longer than to copy a layer, so small tensors are gathered in shared buckets and only
+    those of a bucket's size travel as they are. What was sent is kept alive here until the next `send` or `release`.
     """
 
     name = "cuda_ipc"
 
-    def __init__(self) -> None:
+    def __init__(self, bucket_bytes: int = 64 << 20) -> None:
+        self._bucket_bytes = bucket_bytes
         self._held: list[Tensor] = []
 
     def send(self, weights: Named) -> tuple[list[tuple[Any, ...]], tuple[TensorInfo, ...]]:
+        """The payload: what opens a bucket, and how many tensors lie in it."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         self._held = []
-        payload, infos = [], []
+        tensors: list[Tensor] = []
+        infos: list[TensorInfo] = []
         for name, tensor in weights:
-            data = tensor.detach().contiguous()
-            if not data.is_cuda:
-                raise ValueError(f"cuda_ipc: tensor '{name}' is on {data.device}")
-            self._held.append(data)
-            infos.append(TensorInfo.of(name, data))
-            payload.append(reduce_tensor(data)[1])
+            if not tensor.is_cuda:
+                raise ValueError(f"cuda_ipc: tensor '{name}' is on {tensor.device}")
+            tensors.append(as_bytes(tensor))
+            infos.append(TensorInfo.of(name, tensor))
+        payload: list[tuple[Any, ...]] = []
+        parts = iter(tensors)
+        for bucket in bucket_plan(infos, self._bucket_bytes):
+            flat = flatten([next(parts) for _ in bucket])
+            self._held.append(flat)
+            payload.append((reduce_tensor(flat)[1], len(bucket)))
         torch.cuda.synchronize()
         return payload, tuple(infos)
 
@@ -173,8 +182,9 @@ class CudaIpc:
     ) -> Iterator[tuple[str, Tensor]]:
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        for arguments, info in zip(payload, infos, strict=True):
-            yield info.name, rebuild_cuda_tensor(*arguments)
+        wanted = iter(infos)
+        for arguments, count in payload:
+            yield from split(rebuild_cuda_tensor(*arguments), [next(wanted) for _ in range(count)])
 
 
 def _ray_put(value: Any) -> Any:
