@@ -9,11 +9,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import zipfile
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 from browsing import rows_of, served, shot
+from datasets import load_from_disk
 from playwright.sync_api import expect
 from viewer_runs import write_run, write_step
 
@@ -206,6 +208,22 @@ def test_the_selection_is_downloaded(page, address):
     lines = Path(download.value.path()).read_text().splitlines()
     assert len(lines) == 24
     assert {json.loads(line)["step"] for line in lines} == {1}
+
+
+def test_the_selection_is_downloaded_as_a_datasets_set(page, address, tmp_path):
+    page.goto(f"{address}/#/rollouts?run=two&filter=step+%3D+1&sort=reward&descending=true")
+    page.get_by_text("Export", exact=True).click()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="datasets folder, zipped").click()
+    assert download.value.suggested_filename == "rollouts.zip"
+    with zipfile.ZipFile(download.value.path()) as packed:
+        packed.extractall(tmp_path)
+    found = load_from_disk(str(tmp_path / "rollouts"))
+    assert set(found["step"]) == {1}
+    assert len(found) == 24
+    rewards = [r for r in found["reward"] if r is not None]
+    assert rewards == sorted(rewards, reverse=True)
+    assert len(found[0]["logprobs"]) == len(found[0]["response_ids"])
 
 
 def test_every_page_works_from_the_keyboard_and_is_named(page, address):

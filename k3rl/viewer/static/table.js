@@ -228,6 +228,7 @@ const FORMATS = [
   ["parquet", "Parquet, as stored", "parquet"],
   ["jsonl", "JSON lines", "jsonl"],
   ["csv", "CSV, without tokens", "csv"],
+  ["datasets", "datasets folder, zipped", "zip"],
 ];
 
 export function exportMenu(here) {
