@@ -7,11 +7,11 @@ number i of a generator depends on its arguments and i alone.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from k3rl.errors import UserError
-from k3rl.types import Problem
+from k3rl.types import Message, Problem
 
 Task = dict[str, Any]
 Call = list[Any]
@@ -20,6 +20,17 @@ Call = list[Any]
 
 def call(tool: str, answers: str | None = None, **arguments: Any) -> Call:
     return [tool, arguments, answers]
+
+
+def turns(calls: Sequence[Call]) -> list[Message]:
+    """A turn of the policy for each call, and what it answers."""
+    out: list[Message] = []
+    for tool, arguments, answers in calls:
+        name = f"{tool}:0"
+        called = {"id": name, "type": "function", "function": {"name": tool, "arguments": arguments}}
+        out.append({"role": "assistant", "content": "", "tool_calls": [called]})
+        out.append({"role": "tool", "tool_call_id": name, "name": tool, "content": answers})
+    return out
 
 
 def make_problems(

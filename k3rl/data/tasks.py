@@ -9,8 +9,8 @@ is not, and how finely it walks is what effort means:
     high  EP>3   2:RA1:TS0:YD           step by step
     max   EP>3   2:ER1:RT0:TY;2:PA1:AS0:SD   one finger after the other, from and to
 
-The same walk along other rings of characters (`RINGS`) is other facts to learn: three rings are three small domains,
-for trying out what is done with domains where no sandbox is at hand.
+The same walk along other rings of characters (`RINGS`) is other facts to learn. `shell_walk` has it behind tools in a
+sandbox, `cipher_programs` as what must be worked out before a program can be written.
 
 Everything is a function of its arguments. A tenth of all problems is held out, by a hash of the question.
 
@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from k3rl.data.conversations import Conversation
 from k3rl.errors import UserError, nearest
@@ -37,27 +38,58 @@ RINGS = {
     "punctuation": "!#$%&()*+-./=?@[]^_{|}~<,'",
 }
 """Characters in the order of their steps, each one token of the nano tokenizer; the last is followed by the first."""
+DIGITS = "0123456789"
 EFFORTS = (Effort.LOW, Effort.HIGH, Effort.MAX)
 Part = Literal["train", "held_out"]
 
 
-def step(keys: str, count: int = 1, ring: str = KEYS) -> str:
-    """Every finger ``count`` keys further."""
-    return "".join(ring[(ring.index(key) + count) % len(ring)] for key in keys)
+def step(keys: str, count: int = 1, *rings: str) -> str:
+    """Every finger ``count`` keys further, along the ring that its key is on (default: the keyboard)."""
+    return "".join(_further(key, count, rings or (KEYS,)) for key in keys)
 
 
-def thoughts(start: str, steps: int, effort: Effort | None, ring: str = KEYS) -> str:
-    """What the think channel should hold (see the module's docstring); without an effort, as at high."""
+def _further(key: str, count: int, rings: Sequence[str]) -> str:
+    ring = next(r for r in rings if key in r)
+    return ring[(ring.index(key) + count) % len(ring)]
+
+
+def thoughts(start: str, steps: int, effort: Effort | None, *rings: str, counted: str = DIGITS) -> str:
+    """What the think channel should hold (see the module's docstring); without an effort, as at high. ``counted``: what
+    the steps that are left are called."""
     if effort is Effort.MAX:
-        return ";".join(_fine(finger, steps, ring) for finger in start)
+        return ";".join(_fine(finger, steps, rings, counted) for finger in start)
     left = range(steps - 1, -1, -1) if effort is not Effort.LOW else range((steps - 1) // 2 * 2, -1, -2)
-    return "".join(f"{n}:{step(start, steps - n, ring)}" for n in left)
+    return "".join(f"{counted[n]}:{step(start, steps - n, *rings)}" for n in left)
 
 
-def _fine(key: str, steps: int, ring: str) -> str:
+def _fine(key: str, steps: int, rings: Sequence[str], counted: str) -> str:
     return "".join(
-        f"{n}:{step(key, steps - n - 1, ring)}{step(key, steps - n, ring)}" for n in range(steps - 1, -1, -1)
+        f"{counted[n]}:{step(key, steps - n - 1, *rings)}{step(key, steps - n, *rings)}"
+        for n in range(steps - 1, -1, -1)
     )
+
+
+def careless(
+    rng: random.Random, thought: str, answer: str, guess: Callable[[], str], skipped: float, cut: float
+) -> tuple[str, str]:
+    """Thoughts and answer of a demonstration: as they should be; or, with these shares, without thoughts or with
+    thoughts that end early, and then the answer is the guess."""
+    if not (skipped >= 0 and cut >= 0 and skipped + cut <= 1):
+        raise UserError(
+            f"the shares skipped={skipped} and cut={cut} must be at least 0 and at most 1 together"
+        )
+    fate = rng.random()
+    if fate >= skipped + cut:
+        return thought, answer
+    return "" if fate < skipped else thought[: rng.randrange(len(thought))], guess()
+
+
+def said(content: str, thought: str, **more: Any) -> Message:
+    """The policy's message, with its thoughts where it has some."""
+    message: Message = {"role": "assistant", "content": content, **more}
+    if thought:
+        message["reasoning_content"] = thought
+    return message
 
 
 def keyboard_walk(
@@ -69,7 +101,7 @@ def keyboard_walk(
 ) -> list[Problem]:
     """Every problem of a part, in a fixed shuffled order. ``budget_tokens`` (b0) is the length of the thoughts at high
     effort; one character is one token of the nano tokenizer."""
-    keys = _ring(ring)
+    keys = ring_of(ring)
     return [
         Problem(
             id=f"{ring}-walk-{start}-{steps}",
@@ -79,7 +111,7 @@ def keyboard_walk(
             budget_tokens=len(thoughts(start, steps, Effort.HIGH, keys)),
             metadata={"steps": steps},
         )
-        for start, steps in _questions(part, min_steps, max_steps, keys)
+        for start, steps in questions(part, min_steps, max_steps, keys)
     ]
 
 
@@ -98,14 +130,10 @@ def keyboard_walk_demonstrations(
     A share of ``skipped`` has no thoughts and a share of ``cut`` ends them early; the answer is then a guess, so that
     the cold start knows how to think but not that it pays: that is left to reinforcement learning.
     """
-    if not (skipped >= 0 and cut >= 0 and skipped + cut <= 1):
-        raise UserError(
-            f"the shares skipped={skipped} and cut={cut} must be at least 0 and at most 1 together"
-        )
-    keys = _ring(ring)
-    questions = _questions("train", min_steps, max_steps, keys)
+    keys = ring_of(ring)
+    asked = questions("train", min_steps, max_steps, keys)
     rng = random.Random(f"{ring} walk {seed}")
-    made = (_demonstration(rng, *rng.choice(questions), index, skipped, cut, keys) for index in range(size))
+    made = (_demonstration(rng, *rng.choice(asked), index, skipped, cut, keys) for index in range(size))
     return [replace(c, id=f"{ring}-walk-demonstration-{i}", domain=domain) for i, c in enumerate(made)]
 
 
@@ -114,16 +142,12 @@ def _demonstration(
 ) -> Conversation:
     effort = EFFORTS[index % len(EFFORTS)]
     thought, answer = thoughts(start, steps, effort, ring), step(start, steps, ring)
-    fate = rng.random()
-    if fate < skipped + cut:
-        thought = "" if fate < skipped else thought[: rng.randrange(len(thought))]
-        answer = "".join(rng.choices(ring, k=len(start)))
-    reply: Message = {"role": "assistant", "content": answer}
-    if thought:
-        reply["reasoning_content"] = thought
+    thought, answer = careless(
+        rng, thought, answer, lambda: "".join(rng.choices(ring, k=len(start))), skipped, cut
+    )
     return Conversation(
         id=str(index),
-        messages=[{"role": "user", "content": _question(start, steps)}, reply],
+        messages=[{"role": "user", "content": _question(start, steps)}, said(answer, thought)],
         effort=effort,
     )
 
@@ -132,13 +156,14 @@ def _question(start: str, steps: int) -> str:
     return f"{start}>{steps}"
 
 
-def _ring(name: str) -> str:
+def ring_of(name: str) -> str:
+    """Characters of one of the `RINGS`. Raises `UserError` for another name."""
     if name not in RINGS:
         raise UserError(f"there is no ring '{name}' to walk along{nearest(name, RINGS)}")
     return RINGS[name]
 
 
-def _questions(part: Part, min_steps: int, max_steps: int, ring: str) -> list[tuple[str, int]]:
+def questions(part: Part, min_steps: int, max_steps: int, ring: str) -> list[tuple[str, int]]:
     """Start and number of steps, ordered by a hash of the question, of which the first tenth is held out."""
     if part not in ("train", "held_out"):
         raise UserError(f"a keyboard walk's part is 'train' or 'held_out', not '{part}'")

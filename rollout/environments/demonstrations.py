@@ -8,12 +8,11 @@ is left to reinforcement learning.
 from __future__ import annotations
 
 import random
-from typing import Any
 
+from k3rl.data.agent_tasks import turns
 from k3rl.data.conversations import Conversation
 from k3rl.data.shell_lookup import shell_lookup, value
 from k3rl.errors import UserError
-from k3rl.types import Message
 from rollout.environments.shell_lookup import ShellLookup
 from rollout.environments.tools import declaration
 
@@ -41,17 +40,6 @@ def shell_lookup_demonstrations(
             calls, answer = [], guess
         elif fate < guessed + cut and len(calls) > 1:
             calls, answer = calls[:1], guess
-        messages = [*problem.messages, *_turns(calls), {"role": "assistant", "content": answer}]
+        messages = [*problem.messages, *turns(calls), {"role": "assistant", "content": answer}]
         out.append(Conversation(problem.id, messages, tools, domain=problem.domain))
-    return out
-
-
-def _turns(calls: list[list[Any]]) -> list[Message]:
-    """A turn of the policy for each call, and what it answers."""
-    out: list[Message] = []
-    for tool, arguments, answers in calls:
-        name = f"{tool}:0"
-        said = {"id": name, "type": "function", "function": {"name": tool, "arguments": arguments}}
-        out.append({"role": "assistant", "content": "", "tool_calls": [said]})
-        out.append({"role": "tool", "tool_call_id": name, "name": tool, "content": answers})
     return out
