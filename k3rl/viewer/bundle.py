@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from k3rl.errors import UserError
 from k3rl.store.files import replacing
 from k3rl.viewer import metrics
+from k3rl.viewer.cells import cells
 from k3rl.viewer.index import Index, as_json
 from k3rl.viewer.queries import Queries, Selection
 from k3rl.viewer.redact import Redactor
@@ -25,6 +27,8 @@ from k3rl.viewer.rollout import excerpts, rollout
 from k3rl.viewer.session import Session
 
 MOST_ROLLOUTS = 2000
+MOST_STEPS = 200
+"""In the table by step."""
 
 
 def write_bundle(
@@ -60,13 +64,11 @@ def bundled(queries: Queries, selection: Selection, limit: int) -> tuple[dict[st
     data = {
         "rollouts": [_redacted(rollout(index, int(row["rid"])) | {"row": row}, redactor) for row in rows],
         "excerpts": redactor.everything(excerpts(index, rids)),
-        "answers": {
-            "state": _state(rows, runs),
-            "columns": redactor.everything(metrics.columns(index)),
-            "metrics": _metrics(index, runs),
-            "steps": {"columns": [], "rows": []},
-            "configs": {"runs": runs, "rows": []},
-        },
+        "answers": [
+            ("state", {}, _state(rows, runs)),
+            ("columns", {}, redactor.everything(metrics.columns(index))),
+            *(answer for run in runs for answer in _by_step(index, run, redactor)),
+        ],
     }
     return data, {"rollouts": len(rows), "total": total, "redacted": redactor.count}
 
@@ -101,9 +103,21 @@ def _state(rows: list[dict[str, Any]], runs: list[str]) -> dict[str, Any]:
     }
 
 
-def _metrics(index: Index, runs: list[str]) -> dict[str, Any]:
-    names = as_json(metrics.series(index, runs, [])["names"])
-    return {"names": names, **as_json(metrics.series(index, runs, names) if names else {"series": {}})}
+def _by_step(index: Index, run: str, redactor: Redactor) -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """A run's charts and its table of domain x effort, over all its rollouts: as (path, parameters, answer).
+
+    Steps of the table are the newest `MOST_STEPS`; only the answer for the whole run lists them.
+    """
+    names = metrics.series(index, [run], [])["names"]
+    yield "metrics", {"run": run}, as_json(metrics.series(index, [run], names) if names else {"series": {}})
+    for by in ("", "domain", "effort"):
+        yield "steps", {"run": run, "by": by}, redactor.everything(as_json(metrics.steps(index, [run], by)))
+    whole = as_json(cells(index, run, whole=True))
+    steps = whole["steps"][-MOST_STEPS:]
+    yield "cells", {"run": run, "whole": "true"}, redactor.everything(whole | {"steps": steps})
+    for step in steps:
+        found = as_json(cells(index, run, step)) | {"steps": []}
+        yield "cells", {"run": run, "step": step}, redactor.everything(found)
 
 
 # -- the page ----------------------------------------------------------------------------------------------

@@ -164,6 +164,45 @@ def test_it_opens_without_a_server_and_runs_nothing_of_what_it_shows(run, tmp_pa
     assert [r for r in requests if not r.startswith("file:")] == []
 
 
+def test_charts_and_tables_by_step_need_no_server(run, tmp_path, page):
+    write_run(tmp_path / "two", steps=3, seed=1)
+    path, _ = write_bundle([run, tmp_path / "two"], tmp_path / "shared", "step = 1")
+    page.goto(f"{path.as_uri()}#/metrics")
+    for name in ("Reward", "Reward by domain", "Reward by effort", "Length against budget", "Staleness"):
+        figure = page.get_by_role("figure", name=re.compile(f"^{name}"))
+        expect(figure.first.locator("path.line")).not_to_have_count(0)
+    reward = page.get_by_role("figure", name="Reward", exact=True)
+    expect(reward.locator(".legend li")).to_have_text(["one", "two"])
+    expect(page.get_by_role("region", name="Config differences")).to_have_count(0)  # no config is in it
+    shot(page, "bundle-metrics")
+    page.get_by_role("checkbox", name="two").click()
+    expect(page.locator(".legend").filter(has_text="two")).to_have_count(0)
+    expect(reward.locator("path.line")).to_have_count(1)
+    reward.locator("svg.clickable").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    expect(page).to_have_url(re.compile(r"filter=step\+%3D\+1"))
+    expect(page.locator("tbody tr[data-rid]")).to_have_count(24)  # of one run, of this step
+
+    page.get_by_role("link", name="Domain × effort").click()
+    table = page.get_by_role("table", name="reward by domain and effort")
+    expect(table).to_contain_text("arithmetic")
+    newest = table.inner_text()
+    page.get_by_role("combobox", name="Step").select_option("0")
+    expect(page.locator("main")).to_contain_text("step 0")
+    assert table.inner_text() != newest
+    page.get_by_role("combobox", name="Step").select_option("all")
+    expect(page.locator("main")).to_contain_text("all 2 steps")
+    shot(page, "bundle-cells")
+    page.get_by_role("combobox", name="Step").select_option("1")
+    expect(page.locator("main")).to_contain_text("step 1")
+    cell = table.get_by_title("Its rollouts").first
+    said = int(re.search(r"(\d+) rollouts", cell.inner_text()).group(1))
+    cell.click()
+    expect(page.locator("tbody tr[data-rid]")).to_have_count(said)
+
+
 def test_the_command_and_its_refusals(run, tmp_path):
     done = CliRunner().invoke(
         app, ["view", str(run), "--bundle", str(tmp_path / "b"), "--filter", "reward >= 1", "--limit", "3"]

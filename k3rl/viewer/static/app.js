@@ -30,7 +30,7 @@ const VIEWS = {
   rollout: [null, showRollout],
   group: [null, showGroup],
 };
-const BUNDLED = new Set(["metrics", "rollouts", "rollout", "group"]);
+const BUNDLED = new Set(["metrics", "rollouts", "cells", "rollout", "group"]);
 const BELONGS = { rollout: "rollouts", group: "rollouts", problem: "problems" };
 
 const main = h("main", { id: "main", tabindex: "-1" });

@@ -1,6 +1,6 @@
 // Metrics of the chosen runs, overlaid; and where their configs differ.
 
-import { get } from "./api.js";
+import { bundle, get } from "./api.js";
 import { lineChart } from "./charts.js";
 import { empty, errorBox, h, number, replace } from "./dom.js";
 import { bindKeys } from "./keys.js";
@@ -38,7 +38,7 @@ export async function showMetrics(main, { here, runs, state, current }) {
     get("steps", { run: runs }),
     get("steps", { run: runs, by: "domain" }),
     get("steps", { run: runs, by: "effort" }),
-    runs.length > 1 ? get("configs", { run: runs }) : null,
+    runs.length > 1 && !bundle ? get("configs", { run: runs }) : null,
   ]);
   if (!current()) return null;
   const context = { runs, state, smooth, steps: { "": table(plain), domain: table(byDomain), effort: table(byEffort) } };
