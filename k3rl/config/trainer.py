@@ -75,8 +75,21 @@ class ParallelConfig(Config):
 
     ranks: Annotated[int, Field(gt=0)] = 1
     """Trainer workers; parameters, gradients and optimiser state are sharded over them (FSDP2)."""
+    context: Annotated[int, Field(gt=0)] = 1
+    """Workers that share each sequence, cut along its length (K3 models only); `ranks / context` groups of them
+    share the batch. Each sequence is then a pass of its own.
+    """
     reshard_after_forward: bool = True
     """Gather parameters again in the backward pass instead of keeping them: less memory, more traffic."""
+
+    @model_validator(mode="after")
+    def _groups(self) -> ParallelConfig:
+        if self.ranks % self.context:
+            raise ValueError(
+                f"context: {self.ranks} ranks cannot be divided into groups of {self.context}; ranks must be a "
+                "multiple of context"
+            )
+        return self
 
 
 class CheckpointConfig(Config):

@@ -26,11 +26,15 @@ from torch import Tensor
 
 @dataclass
 class Shard:
-    """This rank's place among those that share a sequence; ``sent`` counts the bytes it has given to others."""
+    """This rank's place among those that share a sequence; ``sent`` counts the bytes it has given to others.
+
+    ``tokens``: of its piece, how many are the sequence's; what follows fills up the last pieces. None: all are.
+    """
 
     group: dist.ProcessGroup
     rank: int
     size: int
+    tokens: int | None = None
     sent: int = 0
 
 
@@ -42,9 +46,9 @@ def active_shard() -> Shard | None:
 
 
 @contextmanager
-def sharded(group: dist.ProcessGroup) -> Iterator[Shard]:
+def sharded(group: dist.ProcessGroup, tokens: int | None = None) -> Iterator[Shard]:
     """Forwards inside take their tokens as one piece of a sequence that the group's ranks hold in rank order."""
-    shard = Shard(group, dist.get_rank(group), dist.get_world_size(group))
+    shard = Shard(group, dist.get_rank(group), dist.get_world_size(group), tokens)
     token = _active.set(shard)
     try:
         yield shard

@@ -18,12 +18,21 @@ class World:
 
     rank = 0
     size = 1
+    context_rank = 0
+    context_size = 1
+    context: dist.ProcessGroup | None = None
+    """The ranks that share each sequence with this one, where there are others."""
+
+    @property
+    def leads(self) -> bool:
+        """What ranks that share a sequence would all report is this one's to report."""
+        return self.context_rank == 0
 
     def shard(self, policy: nn.Module, config: ParallelConfig) -> nn.Module:
         return policy
 
     def total(self, value: float) -> float:
-        """Sum over ranks."""
+        """Sum over ranks; those that share their sequences, and so hold the same value, count once."""
         return value
 
     def most(self, value: int) -> int:
@@ -44,11 +53,18 @@ class World:
 class ShardedWorld(World):
     """Several ranks of one torch process group (gloo on CPUs, nccl on GPUs), parameters sharded by FSDP2.
 
-    Join it once per process; `close` leaves. ``address`` is rank 0's ``host:port``.
+    Join it once per process; `close` leaves. ``address`` is rank 0's ``host:port``. ``context`` neighbours share
+    each sequence: ranks 0 to context - 1 are the first such group.
     """
 
     def __init__(
-        self, rank: int, size: int, address: str, device: torch.device, timeout_s: float = 1800.0
+        self,
+        rank: int,
+        size: int,
+        address: str,
+        device: torch.device,
+        timeout_s: float = 1800.0,
+        context: int = 1,
     ) -> None:
         from datetime import timedelta
 
@@ -63,6 +79,12 @@ class ShardedWorld(World):
             timeout=timedelta(seconds=timeout_s),
         )
         self.mesh = init_device_mesh(device.type, (size,))
+        self.context_rank, self.context_size = rank % context, context
+        if context > 1:
+            for first in range(0, size, context):  # every rank must make every group
+                group = dist.new_group(list(range(first, first + context)))
+                if first == rank - self.context_rank:
+                    self.context = group
 
     def shard(self, policy: nn.Module, config: ParallelConfig) -> nn.Module:
         """Each decoder layer is a unit, the rest another. Gradients are summed in float32, never averaged."""
@@ -82,7 +104,7 @@ class ShardedWorld(World):
         return policy
 
     def total(self, value: float) -> float:
-        t = torch.tensor(value, dtype=torch.float64, device=self.device)
+        t = torch.tensor(value if self.leads else 0.0, dtype=torch.float64, device=self.device)
         dist.all_reduce(t)
         return float(t)
 

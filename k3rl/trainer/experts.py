@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from k3rl.algorithms import Sum
@@ -41,15 +42,18 @@ class ExpertWatch:
         self._disagreeing = self._compared = 0
 
     @contextmanager
-    def watch(self, recorded_TLK: Tensor | None) -> Iterator[None]:
-        """Around one forward pass; ``recorded_TLK`` are the engine's choices for its tokens."""
+    def watch(self, recorded_TLK: Tensor | None, tokens: int | None = None) -> Iterator[None]:
+        """Around one forward pass; ``recorded_TLK`` are the engine's choices for its tokens, of which the first
+        ``tokens`` count (None: all).
+        """
         if self._model is None:
             yield
             return
         with self._model.record_routing() as record:
             yield
         if record.forwards and record.forwards[-1].chosen:
-            self._count(record.ids_TLK(), recorded_TLK)
+            theirs = None if recorded_TLK is None else recorded_TLK[:tokens]
+            self._count(record.ids_TLK()[:tokens], theirs)
 
     def _count(self, ids_TLK: Tensor, recorded_TLK: Tensor | None) -> None:
         experts = self._model.config.num_experts if self._model is not None else 0
@@ -64,12 +68,14 @@ class ExpertWatch:
             self._disagreeing += int((ours != theirs).any(-1).sum())
             self._compared += ours.shape[0] * layers
 
-    def metrics(self) -> dict[str, Sum]:
+    def metrics(self, sharing: dist.ProcessGroup | None = None) -> dict[str, Sum]:
         """Means over layers: largest load over the mean load, share of experts without a token, and
-        disagreement.
+        disagreement. Counts of ranks ``sharing`` the sequences are added up first.
         """
         if self._load_LE is None:
             return {}
+        if sharing is not None:
+            self._add_over(sharing)
         load = self._load_LE.double()
         found = {
             "moe/load_max_over_mean": Sum.over(load.max(1).values / load.mean(1)),
@@ -81,3 +87,11 @@ class ExpertWatch:
                 torch.tensor(float(self._disagreeing), dtype=torch.float64), one
             )
         return found
+
+    def _add_over(self, group: dist.ProcessGroup) -> None:
+        assert self._load_LE is not None
+        replayed = self._load_LE.new_tensor([self._disagreeing, self._compared])
+        flat = torch.cat([self._load_LE.flatten(), replayed])
+        dist.all_reduce(flat, group=group)
+        self._load_LE = flat[:-2].view_as(self._load_LE)
+        self._disagreeing, self._compared = int(flat[-2]), int(flat[-1])

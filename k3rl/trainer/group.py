@@ -41,10 +41,12 @@ class TrainerRank:
             s.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
 
-    def start(self, rank: int, size: int, address: str, device: str, arguments: dict[str, Any]) -> int:
+    def start(self, rank: int, address: str, device: str, arguments: dict[str, Any]) -> int:
         """Build model and optimiser; returns the number of parameters that train."""
         place = device_of(device)
-        world = World() if size == 1 else ShardedWorld(rank, size, address, place)
+        parallel = arguments["config"].parallel
+        size = parallel.ranks
+        world = World() if size == 1 else ShardedWorld(rank, size, address, place, context=parallel.context)
         self.worker = TrainerWorker(**arguments, device=str(place), world=world)
         return sum(p.numel() for p in self.worker.parameters.values())
 
@@ -110,7 +112,7 @@ class TrainerGroup:
         }
         place = device if device != "auto" or num_gpus else "cpu"
         self.parameters: int = self._wait(
-            [a.start.remote(r, ranks, address, place, arguments) for r, a in enumerate(self.ranks)], "start"
+            [a.start.remote(r, address, place, arguments) for r, a in enumerate(self.ranks)], "start"
         )[0]
         self.version = 0
 
@@ -130,9 +132,8 @@ class TrainerGroup:
         self, trajectories: Sequence[Trajectory], temperature: float | None = None
     ) -> list[list[float]]:
         """See `TrainerWorker.score`."""
-        shares = spread([len(t.prompt_ids) + len(t.token_ids) for t in trajectories], len(self.ranks))
-        parts = [[trajectories[i] for i in share] for share in shares]
-        rows = self._call_each("score", [(part, temperature) for part in parts])
+        shares = self._deal([len(t.prompt_ids) + len(t.token_ids) for t in trajectories])
+        rows = self._call_each("score", [([trajectories[i] for i in share], temperature) for share in shares])
         out: list[list[float]] = [[] for _ in trajectories]
         for share, part in zip(shares, rows, strict=True):
             for i, row in zip(share, part, strict=True):
@@ -170,8 +171,14 @@ class TrainerGroup:
         for actor in self.ranks:
             ray.kill(actor)
 
+    def _deal(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Indices by rank; ranks that share sequences get the same ones."""
+        context = self.config.parallel.context
+        shares = spread(lengths, len(self.ranks) // context)
+        return [share for share in shares for _ in range(context)]
+
     def _shares(self, method: str, examples: Sequence[Example]) -> list[StepOutput]:
-        shares = spread([len(e) for e in examples], len(self.ranks))
+        shares = self._deal([len(e) for e in examples])
         outputs = self._call_each(method, [([examples[i] for i in share],) for share in shares])
         self._read_version()
         return outputs

@@ -25,7 +25,7 @@ from k3rl.models import LanguageModel, ModelConfig, load_model
 from k3rl.optim import RouterBalancing
 from k3rl.quant import qat
 from k3rl.quant.packed import expert_rule, packed_weights
-from k3rl.trainer import checkpoint, memory, offload, packing
+from k3rl.trainer import checkpoint, context, memory, offload, packing
 from k3rl.trainer.diagnostics import Columns, diagnose, sft_metrics
 from k3rl.trainer.distributed import World
 from k3rl.trainer.examples import (
@@ -92,6 +92,8 @@ class TrainerWorker:
         torch.manual_seed(seed)
         self.model = load_model(model, self.device, seed=seed) if isinstance(model, ModelConfig) else model
         self.model.train()
+        if reason := context.check(self.model, self.world):
+            raise UserError(reason)
         self.dtypes = {name: t.dtype for name, t in self.model.named_weights()}
         if config.lora is not None:
             if self.world.size > 1:
@@ -296,7 +298,8 @@ class TrainerWorker:
         if longest > self.model.max_context:
             limit = self.model.max_context
             raise ValueError(f"a sequence of {longest} tokens exceeds the model's context of {limit}")
-        bins = packing.plan([len(e) for e in examples], self.config.micro_batch_tokens)
+        budget = self.config.micro_batch_tokens if self.world.context is None else 1  # one sequence each
+        bins = packing.plan([len(e) for e in examples], budget)
         passes = [[examples[i] for i in b] for b in bins]
         passes += [[_IDLE]] * (self.world.most(len(passes)) - len(passes))
         return [packing.build(p, self.device) for p in passes]
@@ -308,19 +311,21 @@ class TrainerWorker:
         temperature: float | None = None,
         requested: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        recorded = engine_routing(micro)
+        part = context.part_of(micro, self.world)
+        recorded = part.of_tokens(engine_routing(micro))
         replay = recorded if self.config.replay_routing else None
-        with self.experts.watch(recorded):
-            return self.policy(
-                micro.ids_T,
-                micro.cu_N1,
-                micro.predict_P,
-                micro.targets_P,
+        with part.sharing(), self.experts.watch(recorded, part.tokens):
+            logprobs_P, entropy_P, requested_PK = self.policy(
+                part.ids_T,
+                part.cu_N1,
+                part.predict_P,
+                part.targets_P,
                 entropy_gradient,
                 temperature,
                 replay,
-                micro.column("teacher_ids", torch.int64) if requested else None,
+                part.of_rows(micro.column("teacher_ids", torch.int64)) if requested else None,
             )
+        return part.whole(logprobs_P), part.whole(entropy_P), part.whole(requested_PK)
 
     def _train(self, examples, share, loss, output: StepOutput, entropy_gradient: bool = False) -> None:
         """Accumulate the gradient of sum / global denominator over all passes, then one optimiser step."""
@@ -348,7 +353,7 @@ class TrainerWorker:
                 output.sums[name] = output.sums[name] + value if name in output.sums else value
         if not math.isclose(float(counted), share, rel_tol=1e-9, abs_tol=1e-9):
             raise RunError(f"the loss counted {float(counted)} in its denominator, the batch has {share}")
-        output.sums |= self.experts.metrics()
+        output.sums |= self.experts.metrics(self.world.context)
         self._apply(output)
 
     def _begin(self) -> tuple[float, StepOutput]:
@@ -362,7 +367,7 @@ class TrainerWorker:
         output.peak_bytes = memory.peak_bytes(self.device)
         for name, (total, count) in qat.statistics(self.model).items():
             output.sums[name] = Sum(torch.tensor(total), torch.tensor(count))
-        return output
+        return output if self.world.leads else _unsaid(output)
 
     def _apply(self, output: StepOutput) -> None:
         targets = self.masters.targets
@@ -379,6 +384,11 @@ class TrainerWorker:
         self.masters.publish()
         self.version += 1
         output.updates += 1
+
+
+def _unsaid(output: StepOutput) -> StepOutput:
+    """Without what the leader of the ranks that share their sequences says for all of them."""
+    return replace(output, loss=0.0, tokens=0, trained_tokens=0, sums={}, columns=Columns())
 
 
 # A pass without loss, for ranks that have fewer passes than others: one token that predicts another.

@@ -31,7 +31,8 @@ def train(w, steps=range(STEPS), world=None):
         else:
             examples, run = from_sft(make_conversations(i)), w.sft_examples
         if world is not None:
-            share = spread([len(e) for e in examples], world.size)[world.rank]
+            groups = world.size // world.context_size
+            share = spread([len(e) for e in examples], groups)[world.rank // world.context_size]
             examples = [examples[i] for i in share]
         run(examples)
     return w

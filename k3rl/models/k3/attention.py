@@ -215,10 +215,11 @@ class MLAttention(nn.Module):
 
     def _over_ranks(self, q_THK: Tensor, latent_TR: Tensor, shard: Shard) -> Tensor:
         """Over the latents of all ranks up to this one: the mask is causal, aligned at the lower right."""
-        if self.track_max_logit:
-            raise ValueError("QK-Clip's largest logits are not tracked while ranks share a sequence")
         latent_UR = gather(latent_TR, shard)[: shard.rank + 1].flatten(0, 1)
         k_UHK, v_UHV = self._expand(latent_UR)
+        if self.track_max_logit and self.training and torch.is_grad_enabled():
+            first = latent_UR.shape[0] - q_THK.shape[0]
+            self._note_peak(self._peak(q_THK[: shard.tokens], k_UHK, first))
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_UHK, v_UHV))
         mask = causal_lower_right(q_THK.shape[0], latent_UR.shape[0])
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
@@ -249,15 +250,23 @@ class MLAttention(nn.Module):
         peak = torch.full((self.heads,), -math.inf, device=q_THK.device)
         for n in range(layout.num_sequences):
             rows = slice(int(layout.cu[n]), int(layout.cu[n + 1]))
-            keys = k_UHK[rows].transpose(0, 1).transpose(-1, -2)
-            for start in range(rows.start, rows.stop, 1024):
-                q = q_THK[start : min(start + 1024, rows.stop)].transpose(0, 1)
-                logits = wide(q @ keys) * self.scale
-                later = torch.arange(keys.shape[-1], device=q.device) > torch.arange(
-                    start - rows.start, start - rows.start + q.shape[1], device=q.device
-                ).unsqueeze(-1)
-                peak = torch.maximum(peak, logits.masked_fill(later, -math.inf).amax((-1, -2)))
-        self.max_logit_H = peak if self.max_logit_H is None else torch.maximum(self.max_logit_H, peak)
+            peak = torch.maximum(peak, self._peak(q_THK[rows], k_UHK[rows]))
+        self._note_peak(peak)
+
+    @torch.no_grad()
+    def _peak(self, q_THK: Tensor, k_UHK: Tensor, first: int = 0) -> Tensor:
+        """Largest logit of each head in one sequence, whose queries are those of positions ``first`` on."""
+        peak = torch.full((self.heads,), -math.inf, device=q_THK.device)
+        keys = k_UHK.transpose(0, 1).transpose(-1, -2)
+        place_U = torch.arange(keys.shape[-1], device=q_THK.device)
+        for start, q in zip(range(first, first + len(q_THK), 1024), q_THK.split(1024), strict=False):
+            logits = wide(q.transpose(0, 1) @ keys) * self.scale
+            later = place_U > place_U[start : start + len(q), None]
+            peak = torch.maximum(peak, logits.masked_fill(later, -math.inf).amax((-1, -2)))
+        return peak
+
+    def _note_peak(self, peak_H: Tensor) -> None:
+        self.max_logit_H = peak_H if self.max_logit_H is None else torch.maximum(self.max_logit_H, peak_H)
 
     def cache_tensors(
         self, slots: int, max_tokens: int, dtype: torch.dtype, device: torch.device

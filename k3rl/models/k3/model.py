@@ -131,6 +131,9 @@ class K3Model(LanguageModel):
     whatever ``dtype`` says, as released.
     """
 
+    shares_sequences = True
+    """Ranks may hold pieces of one sequence (`k3rl.models.context_parallel`)."""
+
     def __init__(
         self, config: K3Config, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> None:
@@ -155,7 +158,11 @@ class K3Model(LanguageModel):
         """Hidden states, and the block values behind them: the draft model reads some of those."""
         config = self.config
         routing = self.routing.start(
-            input_ids_T.shape[0], len(config.moe_layers), config.num_experts_per_token, input_ids_T.device
+            input_ids_T.shape[0],
+            len(config.moe_layers),
+            config.num_experts_per_token,
+            input_ids_T.device,
+            layout.shard.tokens if layout.shard is not None else None,
         )
         recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
         return self.model(input_ids_T, layout, routing, recompute)

@@ -62,7 +62,7 @@ class Router(nn.Module):
         if routing.first_time(index):
             routing.chosen[index] = ids_TK
             if self.observe is not None and self.training and torch.is_grad_enabled():
-                self.observe(scores_TE.detach(), ids_TK)
+                self.observe(scores_TE.detach()[: routing.counted], ids_TK[: routing.counted])
         weights_TK = scores_TE.gather(1, ids_TK)
         if self.renormalise:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)

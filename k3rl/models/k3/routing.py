@@ -17,8 +17,10 @@ from torch import Tensor
 class Routing:
     """Choices of one forward. Recomputation in the backward pass finds here what the forward chose."""
 
-    def __init__(self, replay_TLK: Tensor | None = None) -> None:
+    def __init__(self, replay_TLK: Tensor | None = None, counted: int | None = None) -> None:
         self.replay_TLK = replay_TLK
+        self.counted = counted
+        """The first so many tokens count for balance; the others fill up a piece. None: all."""
         self.chosen: dict[int, Tensor] = {}
 
     def choice(self, index: int) -> Tensor | None:
@@ -50,7 +52,14 @@ class RoutingControl:
         self.record: RoutingRecord | None = None
         self.replay_TLK: Tensor | None = None
 
-    def start(self, num_tokens: int, layers: int, experts_per_token: int, device: torch.device) -> Routing:
+    def start(
+        self,
+        num_tokens: int,
+        layers: int,
+        experts_per_token: int,
+        device: torch.device,
+        counted: int | None = None,
+    ) -> Routing:
         replay = self.replay_TLK
         if replay is not None:
             if replay.shape != (num_tokens, layers, experts_per_token):
@@ -59,7 +68,7 @@ class RoutingControl:
                     f"{(num_tokens, layers, experts_per_token)}"
                 )
             replay = replay.to(device)
-        routing = Routing(replay)
+        routing = Routing(replay, counted)
         if self.record is not None:
             self.record.forwards.append(routing)
         return routing
