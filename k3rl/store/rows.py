@@ -6,13 +6,13 @@ Per-token lists are aligned to ``response_ids``; where a token was not sampled, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from k3rl.chat import Renderer
-from k3rl.types import Author, Channel, Problem, Trajectory
+from k3rl.types import Author, Channel, Problem, Segment, Trajectory
 
 ROLLOUT_SCHEMA = pa.schema(
     [
@@ -75,8 +75,8 @@ def rollout_row(
 ) -> dict[str, Any]:
     """``version`` is the trainer's before the update of this step. ``fate``: ``trained`` or ``dropped:<reason>``."""
     t, response = trajectory, trajectory.token_ids
-    mask = t.sampled_mask
-    ages = [version - v for v in t.policy_versions]
+    sampled = [s for s in t.segments if s.author is Author.MODEL and s.token_ids]
+    count = sum(map(len, sampled))
     parsed = renderer.parse(_last_turn(t), thinking=thinking)
     reward = t.reward
     return {
@@ -104,20 +104,24 @@ def rollout_row(
         "messages_json": json.dumps(problem.messages, ensure_ascii=False),
         "prompt_ids": t.prompt_ids,
         "response_ids": response,
-        "sampled_mask": mask,
-        "channels": [str(s.channel) for s in t.segments for _ in s.token_ids],
-        "logprobs": spread(t.logprobs, mask),
-        "policy_versions": spread(t.policy_versions, mask),
-        "trainer_logprobs": spread(t.trainer_logprobs, mask),
-        "teacher_logprobs": spread(t.teacher_logprobs, mask),
-        "token_advantages": spread(t.token_advantages, mask),
+        "sampled_mask": _joined([s.author is Author.MODEL] * len(s) for s in t.segments),
+        "channels": _joined([str(s.channel)] * len(s) for s in t.segments),
+        "logprobs": _joined(s.logprobs or [None] * len(s) for s in t.segments),
+        "policy_versions": _joined(
+            [s.policy_version if s.author is Author.MODEL else None] * len(s) for s in t.segments
+        ),
+        "trainer_logprobs": spread(t.trainer_logprobs, t.segments),
+        "teacher_logprobs": spread(t.teacher_logprobs, t.segments),
+        "token_advantages": spread(t.token_advantages, t.segments),
         "policy_version": version,
         "started_step": t.started_step,
         "finished_step": t.finished_step,
-        "staleness_mean": sum(ages) / len(ages) if ages else None,
-        "staleness_max": max(ages, default=None),
+        "staleness_mean": sum((version - s.policy_version) * len(s) for s in sampled) / count
+        if count
+        else None,
+        "staleness_max": max((version - s.policy_version for s in sampled), default=None),
         "thinking_tokens": t.channel_tokens(Channel.THINK),
-        "sampled_tokens": t.sampled_tokens,
+        "sampled_tokens": count,
         "budget_tokens": problem.budget_tokens,
         "reference_length": problem.reference_length,
         "turns": t.turns,
@@ -127,15 +131,32 @@ def rollout_row(
     }
 
 
-def spread(sampled: Sequence[Any] | None, mask: Sequence[bool]) -> list[Any] | None:
+def spread(sampled: Sequence[Any] | None, segments: Sequence[Segment]) -> list[Any] | None:
     """Values by sampled token to values by response token; the others are null. Raises `ValueError` where the counts
     differ: a number never moves to a neighbour's token."""
     if sampled is None:
         return None
-    if len(sampled) != sum(mask):
-        raise ValueError(f"{len(sampled)} values for {sum(mask)} sampled tokens")
-    values = iter(sampled)
-    return [next(values) if m else None for m in mask]
+    count = sum(len(s) for s in segments if s.author is Author.MODEL)
+    if len(sampled) != count:
+        raise ValueError(f"{len(sampled)} values for {count} sampled tokens")
+    values: list[Any] = []
+    at = 0
+    for segment in segments:
+        n = len(segment)
+        if segment.author is Author.MODEL:
+            values += sampled[at : at + n]
+            at += n
+        else:
+            values += [None] * n
+    return values
+
+
+def _joined(parts: Iterable[Sequence[Any]]) -> list[Any]:
+    # A segment at a time: a step has a million tokens, and its thread shares the interpreter with the training.
+    whole: list[Any] = []
+    for part in parts:
+        whole += part
+    return whole
 
 
 def _last_turn(trajectory: Trajectory) -> list[int]:

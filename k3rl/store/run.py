@@ -41,6 +41,20 @@ _IGNORED = {"ray", "tracking", "runs"}
 _EXTENDABLE = ("steps",)
 """May grow: the run then goes on."""
 
+_GROUP_ROWS, _GROUP_TOKENS = 128, 200_000
+"""Most rows and response tokens of a row group. A reader of one rollout decodes its group and no more; the thread that
+writes holds the interpreter for one column of one group at a time."""
+_NUMBERS = ("logprobs", "trainer_logprobs", "teacher_logprobs", "token_advantages")
+_PARQUET: dict[str, Any] = {
+    "compression": "zstd",
+    # log-probs are seldom the same twice: a dictionary of them costs time and is thrown away
+    "use_dictionary": [
+        name if not pa.types.is_list(ROLLOUT_SCHEMA.field(name).type) else f"{name}.list.element"
+        for name in ROLLOUT_SCHEMA.names
+        if name not in _NUMBERS and name != "reward_components"
+    ],
+}
+
 
 class RunStore:
     """See the module's docstring. `create` for the writer, `open` for readers."""
@@ -104,9 +118,9 @@ class RunStore:
     def write_rollouts(self, step: int, rows: list[dict[str, Any]]) -> Path:
         """All rows of a step, in one file."""
         path = self._rollouts(step)
-        table = pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA)
-        with replacing(path) as temporary:
-            pq.write_table(table, temporary, compression="zstd")
+        with replacing(path) as temporary, pq.ParquetWriter(temporary, ROLLOUT_SCHEMA, **_PARQUET) as file:
+            for part in _row_groups(rows):
+                file.write_table(pa.Table.from_pylist(part, schema=ROLLOUT_SCHEMA))
         return path
 
     def write_rollouts_beside(self, step: int, rows: Callable[[], list[dict[str, Any]]]) -> None:
@@ -142,9 +156,12 @@ class RunStore:
         if not path.exists():
             return
         with open(path, "rb+") as file:
-            content = file.read()
-            if content and not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
+            if file.seek(0, os.SEEK_END) == 0:
+                return
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # all of it is read only where there is something to mend
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
 
     def metrics(self) -> list[dict[str, Any]]:
         return read_lines(self.path / "metrics.jsonl")
@@ -208,6 +225,19 @@ class RunStore:
 def step_of(path: Path) -> int:
     """12 for ``step-000012`` and ``step-000012.parquet``."""
     return int(path.name.removeprefix("step-").removesuffix(".parquet"))
+
+
+def _row_groups(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Rows that are read together: some 128, or fewer of many tokens. Of no rows, none."""
+    start, tokens = 0, 0
+    for i, row in enumerate(rows):
+        own = len(row.get("response_ids") or ())
+        if i > start and (i - start == _GROUP_ROWS or tokens + own > _GROUP_TOKENS):
+            yield rows[start:i]
+            start, tokens = i, 0
+        tokens += own
+    if rows[start:]:
+        yield rows[start:]
 
 
 def _json_number(value: float) -> float | None:

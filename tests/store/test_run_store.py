@@ -6,12 +6,16 @@ import subprocess
 import sys
 import textwrap
 import threading
+from functools import partial
 
 import datasets
+import pyarrow.parquet as pq
 import pytest
 
+from k3rl.chat import load_renderer
 from k3rl.errors import UserError
-from k3rl.store import RunStore
+from k3rl.store import ROLLOUT_SCHEMA, RunStore, rollout_row
+from k3rl.types import Author, Channel, Problem, Segment, Trajectory
 
 CONFIG = "kind: rl\nsteps: 3\nseed: 0\nray: {address: null}\nrollout: {groups: 2}\n"
 
@@ -115,6 +119,48 @@ def test_the_datasets_library_reads_all_steps_with_one_schema(tmp_path):
     assert loaded.num_rows == 2
     assert loaded[0]["logprobs"] is None or loaded[0]["logprobs"] == []
     assert loaded[1]["logprobs"] == pytest.approx([-0.1, -0.2])
+
+
+def test_a_long_rollout_has_few_rows_beside_it_in_its_row_group(tmp_path):
+    store = RunStore.create(tmp_path / "run", CONFIG)
+    lengths = [10] * 300 + [150_000] + [10] * 5 + [100_000] + [300_000, 10]
+    rows = [{**row(0, i, 0), "response_ids": [7] * n, "logprobs": [-0.5] * n} for i, n in enumerate(lengths)]
+    path = store.write_rollouts(0, rows)
+    file = pq.ParquetFile(path).metadata
+    groups = [file.row_group(i).num_rows for i in range(file.num_row_groups)]
+    assert groups == [128, 128, 50, 1, 1, 1]
+    table = pq.read_table(path)
+    assert table.schema.remove_metadata() == ROLLOUT_SCHEMA
+    assert table["draw"].to_pylist() == list(range(len(rows)))
+    assert [len(ids) for ids in table["response_ids"].to_pylist()] == lengths
+    assert pq.read_table(store.write_rollouts(1, [])).num_rows == 0
+
+
+def test_numbers_of_sampled_tokens_stay_with_their_tokens():
+    renderer = load_renderer("k3-nano")
+    ids = renderer.encode_prompt([{"role": "user", "content": "four"}], [], None)[:4]
+    t = Trajectory(problem_id="p", draw=0, sample=0, domain="d", effort=None, prompt_ids=ids)
+    t.segments = [
+        Segment(Author.MODEL, Channel.THINK, ids[:2], [-0.1, -0.2], 3),
+        Segment(Author.ENVIRONMENT, Channel.OBSERVATION, ids[:1]),
+        Segment(Author.MODEL, Channel.RESPONSE, ids[2:3], [-0.3], 5),
+    ]
+    t.trainer_logprobs = [-1.0, -2.0, -3.0]
+    problem = Problem(id="p", domain="d", messages=[], reward={"name": "exact", "answer": "4"})
+    made = partial(rollout_row, t, problem, "trained", step=6, version=6, renderer=renderer, thinking=True)
+    found = made()
+    assert found["sampled_mask"] == [True, True, False, True]
+    assert found["channels"] == ["think", "think", "observation", "response"]
+    assert found["logprobs"] == [-0.1, -0.2, None, -0.3]
+    assert found["policy_versions"] == [3, 3, None, 5]
+    assert found["trainer_logprobs"] == [-1.0, -2.0, None, -3.0]
+    assert found["teacher_logprobs"] is None
+    assert found["sampled_tokens"] == 3
+    assert found["staleness_mean"] == pytest.approx((3 + 3 + 1) / 3)
+    assert found["staleness_max"] == 3
+    t.trainer_logprobs = [-1.0, -2.0]
+    with pytest.raises(ValueError, match="2 values for 3 sampled tokens"):
+        made()
 
 
 def test_rollouts_written_beside_are_whole_before_their_checkpoint_is(tmp_path):
