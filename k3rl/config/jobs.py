@@ -131,6 +131,9 @@ class RlJob(JobBase):
     """How they are scored."""
     trainer: TrainerConfig = TrainerConfig()
     """The update."""
+    colocation: Literal["share", "turns"] = "share"
+    """Of trainer and engines on the same GPUs. ``share``: both stay in device memory. ``turns``: whichever waits gives
+    its memory to the other, the trainer's state moving to the host and back."""
     checkpoint_every: Annotated[int, Field(gt=0)] = 1
     """Steps between checkpoints; the last step always makes one. What was done since the last is done again
     after a crash."""

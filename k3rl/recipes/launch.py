@@ -20,6 +20,7 @@ from k3rl.models import ModelConfig
 from k3rl.quant.packed import packs_experts
 from k3rl.recipes.engines import make_engine, tokenizer_of
 from k3rl.recipes.judges import judges_running
+from k3rl.tracking.progress import Progress
 from k3rl.trainer.group import TrainerGroup
 from k3rl.weights import Handshake, Publication, verify
 from rewards.service import RewardService
@@ -188,6 +189,53 @@ def rewards_running(config: RewardConfig, model: ModelConfig, thinking: bool) ->
             yield service
         finally:
             service.close()
+
+
+class Turns:
+    """Trainer and engines on one device: who has its memory, and how much of it each phase takes.
+
+    With ``colocation: share`` both stay where they are. With ``turns`` the engines drop weights and caches while the
+    trainer works (the publication brings the weights back), and the trainer's state waits on the host while they do.
+    Trajectories that are paused are recomputed from their tokens.
+    """
+
+    def __init__(self, job: RlJob, trainer: TrainerGroup, pool: RolloutPool, progress: Progress) -> None:
+        self._apart = job.colocation == "turns"
+        self._trainer, self._pool, self._progress = trainer, pool, progress
+        self._metrics: dict[str, float] = {}
+
+    def to_engines(self) -> None:
+        """Before rollout: weights are published, and the trainer has nothing more to give."""
+        self._note("publish")
+        if self._apart:
+            with self._progress.phase("sleep"):
+                self._trainer.sleep()
+
+    def to_trainer(self) -> None:
+        """Before the update."""
+        self._note("rollout")
+        if self._apart:
+            with self._progress.phase("sleep"):
+                self._pool.sleep(level=2)
+            with self._progress.phase("wake"):
+                self._trainer.wake()
+
+    def to_both(self) -> None:
+        """Before weights are published: the optimiser makes room for the engines."""
+        self._note("train")
+        if self._apart:
+            with self._progress.phase("sleep"):
+                self._trainer.sleep(keep_weights=True)
+            with self._progress.phase("wake"):
+                self._pool.wake()
+
+    def _note(self, phase: str) -> None:
+        """A process keeps the most that it used until it sleeps, so what is held at a phase's end is its peak."""
+        if held := self._trainer.device_bytes():
+            self._metrics[f"memory/{phase}_gib"] = held / 2**30
+
+    def metrics(self) -> dict[str, float]:
+        return dict(self._metrics)
 
 
 @dataclass(frozen=True)

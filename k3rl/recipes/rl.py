@@ -21,6 +21,7 @@ from k3rl.data import ProblemStream, load_problems
 from k3rl.errors import RunError
 from k3rl.recipes.journal import Journal
 from k3rl.recipes.launch import (
+    Turns,
     device_of,
     publish,
     ray_cluster,
@@ -66,6 +67,7 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
                 stream.draw = pool.next_draw
             rewards.follow_curriculum(journal.path, journal.done)
             published = publish(trainer, pool)
+            turns = Turns(job, trainer, pool, journal.progress)
 
             def draw():
                 return stream.draw, stream.next()
@@ -73,6 +75,7 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
             for step in journal.steps():
                 # Roll out until λ·N·K trajectories are complete; score groups while others still generate.
                 rewards.again(step)  # what a judge that was down could not score
+                turns.to_engines()
                 with journal.progress.phase("rollout"):
                     for event in pool.rollout(step, draw):
                         if isinstance(event, Group):
@@ -93,8 +96,10 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
                         extra = annotate(groups, pool, step)
                 selection = algorithm.batch(groups)
                 version = trainer.version
+                turns.to_trainer()
                 with journal.progress.phase("train"):
                     metrics = trainer.step(selection.trained)
+                turns.to_both()
 
                 # The new weights to every rollout worker, with proof that they arrived.
                 with journal.progress.phase("publish"):
@@ -116,7 +121,14 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
                     scored,
                     selection,
                     progress,
-                    {**metrics, **extra, **published.metrics, **pool.metrics(), **rewards.metrics()},
+                    {
+                        **metrics,
+                        **extra,
+                        **published.metrics,
+                        **turns.metrics(),
+                        **pool.metrics(),
+                        **rewards.metrics(),
+                    },
                 )
                 if due:
                     with (

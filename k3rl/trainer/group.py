@@ -157,13 +157,17 @@ class TrainerGroup:
         self._call_all("load", str(folder))
         self._read_version()
 
-    def sleep(self) -> None:
-        """Free device memory for rollout: weights and optimiser state go to host memory."""
-        self._call_all("sleep")
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Free device memory for rollout: weights and optimiser state go to host memory; see `TrainerWorker.sleep`."""
+        self._call_all("sleep", keep_weights)
 
     def wake(self) -> None:
         """The reverse of `sleep`."""
         self._call_all("wake")
+
+    def device_bytes(self) -> int:
+        """What all processes together hold of the fullest GPU of a rank; 0 on a CPU."""
+        return max(self._call_all("device_bytes"))
 
     def close(self) -> None:
         """Finish background work and stop the actors."""

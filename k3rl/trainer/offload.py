@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from k3rl.trainer.optimizer import Masters
 
 
-def move(policy: nn.Module, masters: Masters, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Weights, masters and optimiser state to another device; identities of parameters stay."""
-    if any(p.device != device for p in policy.parameters()):
+def move(
+    policy: nn.Module | None, masters: Masters, optimizer: torch.optim.Optimizer, device: torch.device
+) -> None:
+    """Weights, masters and optimiser state to another device; identities of parameters stay. No policy: the rest."""
+    if policy is not None and any(p.device != device for p in policy.parameters()):
         policy.to(device)
     with torch.no_grad():
         for copy in masters.copies.values():

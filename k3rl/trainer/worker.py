@@ -271,16 +271,26 @@ class TrainerWorker:
 
     # -- taking turns on one device
 
-    def sleep(self) -> None:
-        """Weights and optimiser state to host memory; nothing to do on a CPU. Ends the last publication."""
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Weights and optimiser state to host memory; nothing to do on a CPU. Ends the last publication.
+        ``keep_weights``: those stay, to be published.
+        """
         self.publisher.close()
         if self.device.type == "cuda":
-            offload.move(self.policy, self.masters, self.optimizer, torch.device("cpu"))
+            policy = None if keep_weights else self.policy
+            offload.move(policy, self.masters, self.optimizer, torch.device("cpu"))
 
     def wake(self) -> None:
         """The reverse of `sleep`."""
         if self.device.type == "cuda":
             offload.move(self.policy, self.masters, self.optimizer, self.device)
+
+    def device_bytes(self) -> int:
+        """What all processes together hold of this rank's GPU; 0 on a CPU."""
+        if self.device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
 
     def close(self) -> None:
         """Finish background work and leave the process group."""

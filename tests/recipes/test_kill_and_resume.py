@@ -35,6 +35,7 @@ JOB = {
         "engine": {"type": "native", "max_slots": 4, "deterministic": True},
     },
     "trainer": {"optimizer": {"lr": 1.0e-3}, "deterministic": True},
+    "colocation": "turns",
 }
 
 
