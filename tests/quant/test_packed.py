@@ -1,10 +1,10 @@
 """Experts that an engine holds packed: the trainer's numbers, a quarter of the bytes, the released names."""
 
 import copy
-import os
+import ctypes
+import shutil
 import subprocess
-import sys
-import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from k3rl.models import ModelConfig, build_model, load_model
 from k3rl.models.k3.moe import Experts
 from k3rl.quant.config import QatConfig
 from k3rl.quant.export import Packer
+from k3rl.quant.mx import pack_mxfp4, quantise_mxfp4, unpack_mxfp4
+from k3rl.quant.mx_grouped import OUTPUTS, SOURCE, grouped_linear_mxfp4, row_blocks
 from k3rl.quant.packed import PackedExperts, pack_experts, packed_weights
 from k3rl.trainer.worker import TrainerWorker
 from k3rl.weights import deliver, verify
@@ -114,38 +116,80 @@ def test_dropped_weights_come_back_as_nan():
     assert all(w.isnan().all() for w in experts.matrices())
 
 
-KERNEL = """
-import torch
-from k3rl.quant.mx import quantise_mxfp4, unpack_mxfp4
-from k3rl.quant.mx_grouped import grouped_linear_mxfp4, row_blocks
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-seed = int(torch.randint(2**31, ()))
-print("seed", seed)
-generator = torch.Generator().manual_seed(seed)
-shapes = (5, 96, 64, [0, 3, 17, 1, 0]), (3, 72, 320, [33, 0, 2]), (4, 64, 32, [0, 0, 0, 1])
-for E, N, K, counts in shapes:
-    weight = torch.randn(E, N, K, generator=generator) * 2.0 ** torch.randint(-8, 8, (E, N, 1), generator=generator)
-    codes, scale = (t.to(device) for t in quantise_mxfp4(weight))
-    ends = torch.tensor(counts).cumsum(0).int().to(device)
-    A = sum(counts)
-    x = torch.randn(A, K, generator=generator).bfloat16().to(device)
-    out = grouped_linear_mxfp4(x, codes, scale, ends, row_blocks(ends, A)).double()
-    dense = unpack_mxfp4(codes, scale, torch.float64)
-    expert = torch.repeat_interleave(torch.arange(E, device=device), torch.tensor(counts, device=device))
-    exact = torch.einsum("ak,ank->an", x.double(), dense[expert])
-    bound = 2**-7 * exact.abs() + 1e-5 * torch.einsum("ak,ank->an", x.double().abs(), dense[expert].abs())
-    assert ((out - exact).abs() <= bound).all(), (E, N, K, (out - exact).abs().max())
+EMULATED = """
+#include "emulated_cuda.h"
+#include "mx_grouped.cu"
+static const unsigned short* x;
+static const unsigned char *codes, *scales;
+static unsigned short* out;
+static const int *expert, *start, *ends;
+static int N, K;
+extern "C" void run(void** tensors, int n, int k, int grid_x, int grid_y) {
+  x = (unsigned short*)tensors[0], codes = (unsigned char*)tensors[1], scales = (unsigned char*)tensors[2];
+  out = (unsigned short*)tensors[3], expert = (int*)tensors[4], start = (int*)tensors[5], ends = (int*)tensors[6];
+  N = n, K = k;
+  launch(grid_x, grid_y, [] { grouped_linear_mxfp4(x, codes, scales, out, expert, start, ends, N, K); });
+}
 """
 
 
-def test_the_kernel_that_reads_codes_multiplies_as_unpacked_weights_do():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KERNEL)],
-        env=environment, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+def cuda(tensors):
+    return tuple(t.cuda() for t in tensors)
+
+
+@pytest.fixture(scope="module")
+def grouped_linear(tmp_path_factory):
+    """The kernel: on a GPU itself, else its source compiled for the CPU, with tensor cores spelled out."""
+    if torch.cuda.is_available():
+        return lambda *tensors: grouped_linear_mxfp4(*cuda(tensors[:4]), cuda(tensors[4])).cpu()
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("neither a GPU nor g++")
+    folder = tmp_path_factory.mktemp("emulated")
+    (folder / "kernel.cpp").write_text(EMULATED)
+    paths = ["-I", str(Path(__file__).parent), "-I", str(SOURCE.parent)]
+    options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", *paths, "-o", "kernel.so"]
+    subprocess.run([compiler, *options, "kernel.cpp"], check=True, cwd=folder)
+    library = ctypes.CDLL(str(folder / "kernel.so"))
+
+    def emulated(x, codes, scale, ends, blocks):
+        (A, K), N = x.shape, codes.shape[1]
+        out = torch.full((A, N), torch.nan, dtype=torch.bfloat16)
+        tensors = (x, codes, scale, out, *blocks, ends)
+        pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+        library.run(pointers, N, K, -(-N // OUTPUTS), len(blocks[0]))
+        return out
+
+    return emulated
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "counts"),
+    [(48, 64, [0, 3, 17, 1, 0]), (40, 320, [33, 0, 2]), (16, 32, [0, 0, 0, 1]), (16, 2304, [9])],
+)
+def test_the_kernel_that_reads_codes_multiplies_as_unpacked_weights_do(grouped_linear, N, K, counts):
+    E, A = len(counts), sum(counts)
+    weight = torch.randn(E, N, K) * 2.0 ** torch.randint(-8, 8, (E, N, 1))
+    codes, scale = quantise_mxfp4(weight)
+    ends = torch.tensor(counts).cumsum(0).int()
+    x = torch.randn(A, K).bfloat16()
+    out = grouped_linear(x, codes, scale, ends, row_blocks(ends, A)).double()
+    dense = unpack_mxfp4(codes, scale, torch.float64)
+    expert = torch.repeat_interleave(torch.arange(E), torch.tensor(counts))
+    exact = torch.einsum("ak,ank->an", x.double(), dense[expert])
+    bound = 2**-7 * exact.abs() + 1e-5 * torch.einsum("ak,ank->an", x.double().abs(), dense[expert].abs())
+    assert ((out - exact).abs() <= bound).all()
+
+
+def test_the_kernel_decodes_every_code_under_every_scale(grouped_linear):
+    """One row that picks one input: the sum is that weight, and its bits are the ones that `unpack_mxfp4` gives."""
+    scale = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1)
+    codes = pack_mxfp4((torch.arange(32) % 16).to(torch.uint8)).expand(1, 256, -1).contiguous()
+    x = torch.eye(32, dtype=torch.bfloat16)[:16]
+    ends = torch.tensor([16], dtype=torch.int32)
+    found = grouped_linear(x, codes, scale, ends, row_blocks(ends, 16))
+    expected = unpack_mxfp4(codes, scale)[0].T[:16]
+    finite = expected.isfinite().all(0)  # a block with an infinity or NaN makes all sums over it NaN
+    assert finite.sum() >= 253
+    assert torch.equal(found[:, finite], expected[:, finite])
+    assert found[:, ~finite].isnan().all()
