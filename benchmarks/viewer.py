@@ -3,8 +3,8 @@
     python benchmarks/viewer.py --out benchmarks/results/viewer.cpu.json
 
 The run is made up column by column with numpy: 1,000 steps of 125 groups of 8, texts of 10 to 60 words, 16 tokens each
-with all per-token columns, in the store's own schema, compression and file names. The real command serves it from a
-process of its own; every number is what an HTTP client sees, the median of five where a question can be asked
+with all per-token columns, in the store's own schema, row groups, encoding and file names. The real command serves it
+from a process of its own; every number is what an HTTP client sees, the median of five where a question can be asked
 again. Memory is the kernel's peak of the server's resident set (VmHWM).
 """
 
@@ -30,6 +30,7 @@ from harness import Result
 
 from k3rl.chat import load_renderer
 from k3rl.store import ROLLOUT_SCHEMA
+from k3rl.store.run import GROUP_ROWS, PARQUET
 
 ROWS_A_STEP, SAMPLES, TOKENS = 1000, 8, 16
 LONG = 100_000
@@ -115,7 +116,7 @@ def write_long(folder: Path, step: int, rng: np.random.Generator, vocabulary: np
 def write(folder: Path, step: int, columns: dict[str, Any]) -> None:
     arrays = [pa.array(columns[f.name]).cast(f.type) for f in ROLLOUT_SCHEMA]
     table = pa.table(arrays, schema=ROLLOUT_SCHEMA)
-    pq.write_table(table, folder / f"step-{step:06d}.parquet", compression="zstd")
+    pq.write_table(table, folder / f"step-{step:06d}.parquet", row_group_size=GROUP_ROWS, **PARQUET)
 
 
 def sentences(n: int, rng: np.random.Generator) -> pa.Array:

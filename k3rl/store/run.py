@@ -41,11 +41,11 @@ _IGNORED = {"ray", "tracking", "runs"}
 _EXTENDABLE = ("steps",)
 """May grow: the run then goes on."""
 
-_GROUP_ROWS, _GROUP_TOKENS = 128, 200_000
+GROUP_ROWS, GROUP_TOKENS = 128, 200_000
 """Most rows and response tokens of a row group. A reader of one rollout decodes its group and no more; the thread that
 writes holds the interpreter for one column of one group at a time."""
 _NUMBERS = ("logprobs", "trainer_logprobs", "teacher_logprobs", "token_advantages")
-_PARQUET: dict[str, Any] = {
+PARQUET: dict[str, Any] = {
     "compression": "zstd",
     # log-probs are seldom the same twice: a dictionary of them costs time and is thrown away
     "use_dictionary": [
@@ -54,6 +54,7 @@ _PARQUET: dict[str, Any] = {
         if name not in _NUMBERS and name != "reward_components"
     ],
 }
+"""How rollouts are encoded, as arguments of `pyarrow.parquet`."""
 
 
 class RunStore:
@@ -118,7 +119,7 @@ class RunStore:
     def write_rollouts(self, step: int, rows: list[dict[str, Any]]) -> Path:
         """All rows of a step, in one file."""
         path = self._rollouts(step)
-        with replacing(path) as temporary, pq.ParquetWriter(temporary, ROLLOUT_SCHEMA, **_PARQUET) as file:
+        with replacing(path) as temporary, pq.ParquetWriter(temporary, ROLLOUT_SCHEMA, **PARQUET) as file:
             for part in _row_groups(rows):
                 file.write_table(pa.Table.from_pylist(part, schema=ROLLOUT_SCHEMA))
         return path
@@ -232,7 +233,7 @@ def _row_groups(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     start, tokens = 0, 0
     for i, row in enumerate(rows):
         own = len(row.get("response_ids") or ())
-        if i > start and (i - start == _GROUP_ROWS or tokens + own > _GROUP_TOKENS):
+        if i > start and (i - start == GROUP_ROWS or tokens + own > GROUP_TOKENS):
             yield rows[start:i]
             start, tokens = i, 0
         tokens += own
