@@ -25,8 +25,16 @@ SOURCE = Path(__file__).with_suffix(".cu")
 
 @cache
 def _kernel(device: int) -> Any:
-    with torch.cuda.device(device):
-        return torch.cuda._compile_kernel(SOURCE.read_text(), "grouped_linear_mxfp4")
+    from torch.utils import cpp_extension
+
+    # torch puts the toolkit's headers on the path, and refuses where there is no toolkit; this source includes none.
+    home = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = home or ""
+    try:
+        with torch.cuda.device(device):
+            return torch.cuda._compile_kernel(SOURCE.read_text(), "grouped_linear_mxfp4")
+    finally:
+        cpp_extension.CUDA_HOME = home
 
 
 def row_blocks(ends_E: Tensor, assignments: int) -> tuple[Tensor, Tensor]:
