@@ -41,8 +41,8 @@ _IGNORED = {"ray", "tracking", "runs"}
 _EXTENDABLE = ("steps",)
 """May grow: the run then goes on."""
 
-GROUP_ROWS, GROUP_TOKENS = 128, 200_000
-"""Most rows and response tokens of a row group. A reader of one rollout decodes its group and no more; the thread that
+GROUP_ROWS, GROUP_TOKENS = 512, 200_000
+"""Most rows and tokens of a row group. A reader of one rollout decodes its group and no more; the thread that
 writes holds the interpreter for one column of one group at a time."""
 _NUMBERS = ("logprobs", "trainer_logprobs", "teacher_logprobs", "token_advantages")
 PARQUET: dict[str, Any] = {
@@ -229,10 +229,10 @@ def step_of(path: Path) -> int:
 
 
 def _row_groups(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Rows that are read together: some 128, or fewer of many tokens. Of no rows, none."""
+    """Rows that are read together, as many as the limits above let."""
     start, tokens = 0, 0
     for i, row in enumerate(rows):
-        own = len(row.get("response_ids") or ())
+        own = len(row.get("prompt_ids") or ()) + len(row.get("response_ids") or ())
         if i > start and (i - start == GROUP_ROWS or tokens + own > GROUP_TOKENS):
             yield rows[start:i]
             start, tokens = i, 0

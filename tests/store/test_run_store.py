@@ -123,12 +123,12 @@ def test_the_datasets_library_reads_all_steps_with_one_schema(tmp_path):
 
 def test_a_long_rollout_has_few_rows_beside_it_in_its_row_group(tmp_path):
     store = RunStore.create(tmp_path / "run", CONFIG)
-    lengths = [10] * 300 + [150_000] + [10] * 5 + [100_000] + [300_000, 10]
+    lengths = [10] * 1074 + [150_000] + [10] * 5 + [100_000] + [300_000, 10]
     rows = [{**row(0, i, 0), "response_ids": [7] * n, "logprobs": [-0.5] * n} for i, n in enumerate(lengths)]
     path = store.write_rollouts(0, rows)
     file = pq.ParquetFile(path).metadata
     groups = [file.row_group(i).num_rows for i in range(file.num_row_groups)]
-    assert groups == [128, 128, 50, 1, 1, 1]
+    assert groups == [512, 512, 56, 1, 1, 1]
     table = pq.read_table(path)
     assert table.schema.remove_metadata() == ROLLOUT_SCHEMA
     assert table["draw"].to_pylist() == list(range(len(rows)))
