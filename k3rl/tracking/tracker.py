@@ -7,14 +7,19 @@ it gets nothing more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from k3rl.config.jobs import TrackingConfig
 from k3rl.store import RunStore
+from k3rl.tracking.foreign import FOREIGN, Lane
 
 log = logging.getLogger(__name__)
-Sink = Callable[[int, dict[str, float]], None]
+
+
+class _Board(Protocol):
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Tracker:
@@ -22,68 +27,51 @@ class Tracker:
 
     def __init__(self, store: RunStore, config: TrackingConfig, first_step: int = 0) -> None:
         self._store = store
-        self._sinks: dict[str, Sink] = {}
-        self._closers: list[Callable[[], Any]] = []
-        self._add("tensorboard", lambda: self._tensorboard(first_step))
-        for name, target in (("wandb", config.wandb), ("mlflow", config.mlflow), ("trackio", config.trackio)):
-            if target:
-                self._add(name, lambda name=name, target=target: getattr(self, f"_{name}")(target))
+        self._board: _Board | None = None
+        try:
+            self._board = _TensorBoard(store, first_step)
+        except Exception as error:  # a full disk or a missing package is no reason not to train
+            log.warning("tracker tensorboard is not used: %s", error)
+        targets = {"wandb": config.wandb, "mlflow": config.mlflow, "trackio": config.trackio}
+        self._lanes = [
+            Lane(name, lambda name=name, target=target: FOREIGN[name](target, store))  # type: ignore[misc]
+            for name, target in targets.items()
+            if target
+        ]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Returns as soon as the run's own files have the step."""
         self._store.log_metrics(step, metrics)
-        for name, sink in list(self._sinks.items()):
+        if self._board is not None:
             try:
-                sink(step, metrics)
-            except Exception as error:  # the border of a foreign service: its failure is normal
-                log.warning("tracker %s failed and gets nothing more: %s", name, error)
-                del self._sinks[name]
+                self._board.log(step, metrics)
+            except Exception as error:  # as above
+                log.warning("tracker tensorboard failed and gets nothing more: %s", error)
+                self._board = None
+        for lane in self._lanes:
+            lane.log(step, metrics)
 
     def close(self) -> None:
-        for close in self._closers:
+        """Waits for trackers that have not taken everything yet, but not for ever."""
+        if self._board is not None:
             try:
-                close()
+                self._board.close()
             except Exception as error:  # as above
-                log.warning("a tracker did not close: %s", error)
+                log.warning("tracker tensorboard did not close: %s", error)
+        for lane in self._lanes:
+            lane.close()
 
-    def _add(self, name: str, make: Callable[[], Sink]) -> None:
-        try:
-            self._sinks[name] = make()
-        except Exception as error:  # as above; a missing package too
-            log.warning("tracker %s is not used: %s", name, error)
 
-    def _tensorboard(self, first_step: int) -> Sink:
+class _TensorBoard:
+    def __init__(self, store: RunStore, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(self._store.path / "tensorboard"), purge_step=first_step)
-        self._closers.append(writer.close)
+        self.writer = SummaryWriter(str(store.path / "tensorboard"), purge_step=first_step)
 
-        def sink(step: int, metrics: dict[str, float]) -> None:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
 
-        return sink
-
-    def _wandb(self, project: str) -> Sink:
-        import wandb
-
-        run = wandb.init(
-            project=project, name=self._store.path.name, config=self._store.config, resume="allow"
-        )
-        self._closers.append(run.finish)
-        return lambda step, metrics: run.log(metrics, step=step)
-
-    def _mlflow(self, address: str) -> Sink:
-        import mlflow
-
-        mlflow.set_tracking_uri(address)
-        mlflow.start_run(run_name=self._store.path.name)
-        self._closers.append(mlflow.end_run)
-        return lambda step, metrics: mlflow.log_metrics(metrics, step=step)
-
-    def _trackio(self, project: str) -> Sink:
-        import trackio
-
-        trackio.init(project=project, name=self._store.path.name, config=self._store.config)
-        self._closers.append(trackio.finish)
-        return lambda step, metrics: trackio.log(metrics, step=step)
+    def close(self) -> None:
+        self.writer.close()
