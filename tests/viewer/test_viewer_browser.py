@@ -49,7 +49,7 @@ def test_filter_sort_and_search_change_the_table(page, address):
     page.wait_for_function("t => document.querySelector('main').innerText !== t", arg=everything)
     expect(page).to_have_url(re.compile("filter="))
     expect(page.locator("main")).to_contain_text(re.compile("rollouts"))
-    page.wait_for_timeout(500)
+    expect(page.locator("main")).not_to_have_attribute("aria-busy", "true")
     expect(rows_of(page).first).to_be_visible()
     texts = rows_of(page).all_inner_texts()
     page.get_by_role("columnheader", name="sampled tokens").get_by_role("button").first.click()

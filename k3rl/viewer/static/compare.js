@@ -39,7 +39,7 @@ function section({ count, problems }, title, meaning, { kind, runs, other }) {
     "details",
     { class: "family", open, dataset: { kind } },
     h("summary", {}, title, h("span", { class: "count" }, number(count))),
-    h("p", { class: "faint" }, meaning, count > problems.length ? ` The first ${number(problems.length)} are listed.` : ""),
+    h("p", { class: "faint" }, count ? meaning : "No problem is like that.", count > problems.length ? ` The first ${number(problems.length)} are listed.` : ""),
     problems.length ? h("div", { class: "scroll" }, h("table", { class: "plain problems", "aria-label": title }, h("thead", {}, h("tr", {}, heads.map((n) => h("th", { scope: "col" }, n)))), h("tbody", {}, problems.map((p) => line(p, kind, runs))))) : null,
   );
 }

@@ -27,8 +27,8 @@ function finding(d, run) {
   return h(
     "li",
     { class: "card finding", dataset: { name: d.name } },
-    h("div", { class: "finding-count" }, h("b", {}, number(d.count)), h("span", { class: "faint" }, `${d.unit}${share === null ? "" : `, ${percent(share)}`}`)),
+    h("div", { class: "finding-count" }, h("b", {}, number(d.count)), h("span", { class: "faint" }, `${d.count === 1 ? d.unit.replace(/s$/, "") : d.unit}${share === null ? "" : `, ${percent(share)}`}`)),
     h("div", {}, h("h2", {}, d.title), h("p", {}, d.sentence), d.names.length ? h("p", { class: "faint" }, d.names.slice(0, 8).join(", "), d.names.length > 8 ? ` and ${number(d.names.length - 8)} more` : "") : null, d.ready ? null : h("p", { class: "faint" }, "Tokens are still being read; the count may grow."), h("code", { class: "faint" }, d.filter.length > 160 ? `${d.filter.slice(0, 160)}…` : d.filter)),
-    h("a", { class: "button", href: target }, `Show ${number(d.rollouts)} rollouts`, d.partial ? " (of the first problems)" : ""),
+    h("a", { class: "button", href: target }, `Show ${number(d.rollouts)} ${d.rollouts === 1 ? "rollout" : "rollouts"}`, d.partial ? " (of the first problems)" : ""),
   );
 }
