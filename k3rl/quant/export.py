@@ -30,6 +30,16 @@ def in_bfloat16(
         yield name, tensor if stays else tensor.to(torch.bfloat16)
 
 
+def is_target(base: str, targets: Iterable[str]) -> bool:
+    """Does one of `QatConfig.targets` mean the module that a checkpoint calls ``base``?"""
+    return any(
+        re.search(r"\.experts\.\d+\.w[123]$", base) is not None
+        if target == EXPERTS
+        else fnmatchcase(base, target)
+        for target in targets
+    )
+
+
 class Packer:
     """Packs the weights that are targets. After ``packed`` is exhausted, ``errors`` has each layer's relative error
     (root of summed squares) and ``left`` the matrices that were not packed."""
@@ -53,7 +63,7 @@ class Packer:
         count = 0
         for name, tensor in tensors:
             base, _, kind = name.rpartition(".")
-            if kind != "weight" or tensor.dim() != 2 or not self._is_target(base):
+            if kind != "weight" or tensor.dim() != 2 or not is_target(base, self.targets):
                 if kind == "weight" and tensor.dim() == 2:
                     self.left.append(base)
                 yield from in_bfloat16([(name, tensor)], keep)
@@ -67,16 +77,6 @@ class Packer:
             yield f"{base}.weight_scale", scale
         if not count:
             raise UserError(f"no weight matches {list(self.targets)}: there is nothing to pack")
-
-    def _is_target(self, base: str) -> bool:
-        for target in self.targets:
-            if (
-                re.search(r"\.experts\.\d+\.w[123]$", base)
-                if target == EXPERTS
-                else fnmatchcase(base, target)
-            ):
-                return True
-        return False
 
     def _count(self, base: str, tensor: Tensor, packed: Tensor, scale: Tensor) -> None:
         values = tensor.float()

@@ -19,6 +19,10 @@ from k3rl.errors import UserError
 from k3rl.quant.config import EXPERTS, QatConfig
 from k3rl.quant.mx import BLOCK, E2M1, E4M3, fake_quantise
 
+READ_ELSEWHERE = ("lm_head", "*.lm_head", "*.kv_b_proj", "*_res.proj")
+"""Linear modules whose matrix is also read outside their forward pass, where no quantiser stands in front of it: by
+log-probs in chunks, by MLA's decode from latents, by attention residuals."""
+
 
 class WeightQuantiser:
     """Weights [..., out, in] to their MXFP4 values. Without gradients, a result is kept until the weight changes, and
@@ -65,7 +69,8 @@ class QatLinear(nn.Linear):
 def prepare(model: nn.Module, config: QatConfig) -> list[str]:
     """Put fake quantisers into the model; returns the names of the modules they are in.
 
-    Raises `UserError` where a target matches nothing, or a matrix whose inputs do not fill blocks of 32.
+    Raises `UserError` where a target matches nothing, a matrix whose inputs do not fill blocks of 32, or one that is
+    also read where it would not be rounded.
     """
     prepared: list[str] = []
     for target in config.targets:
@@ -73,6 +78,11 @@ def prepare(model: nn.Module, config: QatConfig) -> list[str]:
         if not found:
             raise UserError(f"model.qat.targets: '{target}' matches no {_kind(target)} of the model")
         for name, module in found:
+            if any(fnmatchcase(name, pattern) for pattern in READ_ELSEWHERE):
+                raise UserError(
+                    f"model.qat.targets: '{target}' matches {name}, whose matrix is also read outside its linear map "
+                    "and stays in full precision: choose a narrower pattern"
+                )
             _put(name, module, config)
             prepared.append(name)
     return prepared

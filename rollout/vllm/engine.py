@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 
+from k3rl.quant.config import QatConfig
 from k3rl.types import StopReason
 from rollout.engine import EngineStats, Generation
 from rollout.native.stops import Decode, StopRules, check_request
 from rollout.sampling import stream_bits
 from rollout.vllm.expected import collect, expected_weights
 from rollout.vllm.probe import probe
+from rollout.vllm.quantised import check_scheme, read_folder, served
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class VLLMEngine:
     tensor_parallel_size  GPUs of this engine.
     prefix_caching        vLLM's own; reset with every weight update.
     reuse_stale           running sequences keep their caches across a weight update (else recomputed).
+    qat                   the trainer's scheme: what it fake-quantises is served rounded by the same function.
     engine_args           further `vllm.EngineArgs`, for what is not named here.
     """
 
@@ -69,10 +72,12 @@ class VLLMEngine:
         tensor_parallel_size: int = 1,
         prefix_caching: bool = True,
         reuse_stale: bool = False,
+        qat: QatConfig | None = None,
         engine_args: dict[str, Any] | None = None,
         version: int = 0,
     ) -> None:
         probe()
+        check_scheme(Path(model_path), qat)
         from vllm import EngineArgs
         from vllm.config import WeightTransferConfig
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -114,6 +119,10 @@ class VLLMEngine:
         self._order = self._generated = self._prefilled = 0
         self._level = 0
         self._has_weights = True
+        self._dtype, self._qat = config.dtype, qat
+        if qat is not None:  # vLLM has read the folder's master weights
+            dtypes = {name: kind for name, (_, kind) in self._expected.items()}
+            self.load_weights(read_folder(Path(model_path), dtypes), version)
 
     # -- requests
     # ----------------------------------------------------------------------------------------------
@@ -255,7 +264,7 @@ class VLLMEngine:
         fail in between, the engine refuses to generate until a load succeeds."""
         if self._level == 1:
             raise RuntimeError("the engine sleeps: wake it before loading weights")
-        tensors = collect(weights, self._expected)
+        tensors = collect(served(weights, self._expected, self._dtype, self._qat), self._expected)
         running = list(self._requests.values())
         if not self._reuse_stale:
             self._llm.abort_request(list(self._requests))
