@@ -12,6 +12,7 @@ every trajectory. A worker that dies is replaced and its groups are scored again
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from rewards.worker import RewardWorker
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+log = logging.getLogger(__name__)
 FAILURES = (Outcome.GRADER_FAILED, Outcome.TIMED_OUT, Outcome.JUDGE_FAILED)
 MAX_WORKER_DEATHS = 3  # of one group: after that it is the group's fault
 
@@ -89,6 +91,7 @@ def settle(group: Group, rewards: list[Reward], config: RewardConfig, step: int)
             raise RunError(f"a reward failed and rewards.on_error is 'raise': {reason}")
         if config.on_error in ("drop_group", "defer_group"):
             drop = f"reward:{reward.outcome}"
+            log.warning("%s; its group is not trained on", " ".join(reason.split()))
         else:
             rewards = [replace(r, total=0.0) if r.outcome in FAILURES else r for r in rewards]
     for trajectory, reward in zip(group.trajectories, rewards, strict=True):

@@ -49,6 +49,20 @@ RANGES: dict[str, Range] = {
     ),
     "response/truncated_share": Range(0.0, 0.3, "responses run into their limit: budget too small, or loops"),
     "reward/unscored_share": Range(0.0, 0.1, "graders fail or time out: see the outcomes of the rollouts"),
+    "reward/non_finite": Range(
+        0.0, 0.0, "a reward became NaN or infinite after it was checked: nothing trained on it"
+    ),
+    "response/one_token_share": Range(0.0, 0.5, "the policy gives up at once, or its budget is one token"),
+    "groups/zero_variance": Range(
+        0.0,
+        0.99,
+        "no group has two different rewards: problems far too hard or too easy, or a reward that is constant",
+    ),
+    "batch/trained": Range(
+        1.0,
+        math.inf,
+        "nothing of the step was trained on, the weights stay: see the fates in the rollout store",
+    ),
     "train/grad_norm": Range(0.0, 100.0, "an outlier batch, or the first sign of divergence"),
     "moe/load_max_over_mean": Range(1.0, 4.0, "a few experts get most tokens: the router's bias is off"),
     "moe/replay_disagreement": Range(
