@@ -88,7 +88,7 @@ def program(images: str) -> str:
 def enciphered(text: str, images: str) -> str:
     """What the right program makes of a text."""
     moved = {LETTERS: images[0], LETTERS.upper(): images[1]}
-    table: dict[int, str] = {}
+    table: dict[int, int] = {}
     for letters, image in moved.items():
         shift = letters.index(image)
         table |= str.maketrans(letters, letters[shift:] + letters[:shift])
