@@ -139,6 +139,7 @@ class Settings:
     rl_steps: int
     rl_lr: float
     limit: int
+    overrides: str
 
 
 def cold_start(shape: ModelConfig, seed: int, settings: Settings, rng: random.Random) -> LanguageModel:
@@ -163,7 +164,8 @@ def train(form: str, seed: int, settings: Settings) -> dict[str, float]:
     torch.set_num_threads(1)
     started, rng = time.monotonic(), random.Random(seed)
     label = form if form == "full" else f"{form}, QAT"
-    model = cold_start(ModelConfig(qat=SCHEMES.get(form)), seed, settings, rng)
+    shape = ModelConfig(qat=SCHEMES.get(form), overrides=json.loads(settings.overrides))
+    model = cold_start(shape, seed, settings, rng)
     served = {f"{label}, cold start": held_out(model, settings.limit)}
     optimizer = AdamWConfig(lr=settings.rl_lr)
     config = TrainerConfig(optimizer=optimizer, schedule=ScheduleConfig(warmup_steps=3))
@@ -194,6 +196,9 @@ def main() -> None:
     parser.add_argument("--rl-steps", type=int, default=16)
     parser.add_argument("--rl-lr", type=float, default=5e-4)
     parser.add_argument("--limit", type=int, default=150, help="held-out problems, each at three efforts")
+    parser.add_argument(
+        "--overrides", default="{}", help="fields of k3-nano's architecture to change, as JSON"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", nargs=2, metavar=("FORM", "SEED"), help="a single run, printed as JSON")
     args = parser.parse_args()
@@ -202,7 +207,7 @@ def main() -> None:
         print(json.dumps(train(args.one[0], int(args.one[1]), settings)))
         return
     options = ["--schemes", *args.schemes]
-    for name in ("sft_steps", "sft_lr", "rl_steps", "rl_lr", "limit"):
+    for name in ("sft_steps", "sft_lr", "rl_steps", "rl_lr", "limit", "overrides"):
         options += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
 
     def run(job: tuple[int, str]) -> tuple[int, dict[str, float]]:
