@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from k3rl.models import Layout, ModelConfig, build_model
 from k3rl.models.attention import packed_attention, padded_attention
 from k3rl.models.config import preset
 from k3rl.models.k3.attention import KDAttention
+from k3rl.models.k3.kda_fla import CONFIGURATIONS
 from k3rl.models.k3.kda_ops import kda
 from k3rl.models.k3.model import K3Model
 from k3rl.models.k3.moe import Experts
@@ -42,19 +44,6 @@ row = result.row
 def relative(a: Tensor, b: Tensor) -> float:
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
-
-
-def limit_tuning(most: int) -> None:
-    """Let Triton's tuner try so many configurations a kernel: minutes less, and no faster than with all."""
-    from triton.runtime.autotuner import Autotuner
-
-    original = Autotuner.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.configs = self.configs[:: max(1, len(self.configs) // most)][:most]
-
-    Autotuner.__init__ = init  # type: ignore[method-assign]
 
 
 # -- inputs
@@ -380,8 +369,7 @@ def main() -> int:
     parser.add_argument("--tune", type=int, default=0, help="configurations fla may try per kernel (0: all)")
     args = parser.parse_args()
     device = torch.device(args.device)
-    if args.tune:
-        limit_tuning(args.tune)
+    os.environ[CONFIGURATIONS] = str(args.tune)
     torch.manual_seed(0)
     kernel = "fla" if device.type == "cuda" else "torch"
 

@@ -7,20 +7,24 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from k3rl.chat import load_renderer
 from k3rl.config.rewards import JudgeModel, RewardConfig
 from k3rl.errors import RunError
 from k3rl.recipes.engines import native_engine, tokenizer_of
 from rewards.grm.reward import KEY_VARIABLE, URL_VARIABLE
-from rollout.serving import ChatEngine, Served, make_app
+
+if TYPE_CHECKING:
+    from rollout.serving import ChatEngine
 
 START_TIMEOUT_S = 600.0
 
 
 def chat_engine(judge: JudgeModel, name: str, device: str) -> ChatEngine:
     """A model on an engine, ready to be served. Close it."""
+    from rollout.serving import ChatEngine  # and a web server's libraries, for those who have judges
+
     renderer = load_renderer(tokenizer_of(judge.model))
     engine, context = native_engine(judge.model, judge.engine, renderer, device, judge.max_context)
     return ChatEngine(engine, renderer, name, context, judge.thinking)
@@ -33,6 +37,8 @@ class _Judge:
     def __init__(self, judge: JudgeModel, name: str, token: str) -> None:
         import ray
         import torch
+
+        from rollout.serving import Served, make_app
 
         torch.set_num_threads(1)
         device = "cuda" if judge.device != "cpu" and torch.cuda.is_available() else "cpu"

@@ -7,6 +7,8 @@ Legend: T tokens packed, N sequences, H heads, K key width, V value width.
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
@@ -17,11 +19,35 @@ from k3rl.models.packing import Layout
 
 Backend = Literal["auto", "torch", "fla"]
 WIDEST_KEY = 256
+CONFIGURATIONS = "K3RL_FLA_CONFIGURATIONS"
+"""Environment variable: how many ways of running each kernel are tried out on first use. 0: all of fla's, which takes
+minutes and was no faster on an H200; 2 unless said otherwise."""
 
 
 @cache
 def _installed() -> bool:
     return importlib.util.find_spec("fla") is not None
+
+
+@cache
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`chunk_kda` and `fused_recurrent_kda`. Tuners are made while fla is imported; only then is the number cut."""
+    from triton.runtime.autotuner import Autotuner
+
+    most = int(os.environ.get(CONFIGURATIONS, "2"))
+    original = Autotuner.__init__
+
+    def fewer(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if most:
+            self.configs = self.configs[:: max(1, len(self.configs) // most)][:most]
+
+    Autotuner.__init__ = fewer  # type: ignore[method-assign]
+    try:
+        from fla.ops.kda import chunk_kda, fused_recurrent_kda
+    finally:
+        Autotuner.__init__ = original  # type: ignore[method-assign]
+    return chunk_kda, fused_recurrent_kda
 
 
 def pick_backend(q_THK: Tensor, backend: Backend = "auto") -> Literal["torch", "fla"]:
@@ -59,8 +85,7 @@ def kda_fla(
     A decode step is a plain batch of one-token sequences through the recurrent kernel, which has no backward pass:
     where gradients flow, one-token sequences go through the chunked kernel like all others.
     """
-    from fla.ops.kda import chunk_kda, fused_recurrent_kda
-
+    chunk_kda, fused_recurrent_kda = _kernels()
     common: dict[str, Any] = {
         "A_log": A_log.float(),
         "dt_bias": dt_bias.float().reshape(-1),
