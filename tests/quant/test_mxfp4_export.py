@@ -58,12 +58,19 @@ def test_experts_are_packed_and_the_rest_is_bfloat16(trained):
 
 
 @pytest.mark.parametrize("rule", ["ceil", "floor", "even"])
-def test_export_load_export_keeps_every_byte(trained, rule):
+@pytest.mark.parametrize("targets", [("experts",), ("experts", "*.mlp.*_proj", "*.self_attn.o_proj")])
+def test_export_load_export_keeps_every_byte(trained, rule, targets):
     model, folder = trained
-    first = export(checkpoint(folder / "a", model), folder / "one", form="mxfp4", packer=Packer(rule=rule))
+    packers = [Packer(targets, rule) for _ in range(2)]
+    first = export(checkpoint(folder / "a", model), folder / "one", form="mxfp4", packer=packers[0])
     loaded = load_model(ModelConfig(path=str(first), dtype="bfloat16"))
-    second = export(checkpoint(folder / "b", loaded), folder / "two", form="mxfp4", packer=Packer(rule=rule))
+    second = export(checkpoint(folder / "b", loaded), folder / "two", form="mxfp4", packer=packers[1])
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    packed = {
+        n.removesuffix(".weight_packed") for n in load_file(first / "model.safetensors") if "packed" in n
+    }
+    assert any(".mlp." in name for name in packed) == (len(targets) > 1)
+    assert set(packers[1].errors.values()) == {0.0}  # what was read was on the grid already
 
 
 def test_the_exported_model_is_the_one_that_was_trained_with_quantisation(trained):

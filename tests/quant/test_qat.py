@@ -14,6 +14,13 @@ from k3rl.quant.qat import prepare, quantised_weights, statistics
 from rollout.engine import Generation, SamplingParams
 from rollout.native import NativeEngine
 
+WIDE = (
+    "experts",
+    "*.mlp.*_proj",
+    "*.shared_experts.*_proj",
+    "*.routed_expert_*_proj",
+    "*.self_attn.[qgo]_proj",
+)
 NANO = ModelConfig(overrides={"num_hidden_layers": 2, "attn_res_block_size": 1})
 
 
@@ -76,8 +83,9 @@ def test_kept_values_follow_the_weights():
         assert not torch.equal(model(ids, cuts), first)
 
 
-def test_engine_and_trainer_agree_and_would_not_without_quantising_both():
-    config = ModelConfig(qat=QatConfig())
+@pytest.mark.parametrize("targets", [("experts",), WIDE])
+def test_engine_and_trainer_agree_and_would_not_without_quantising_both(targets):
+    config = ModelConfig(qat=QatConfig(targets=targets))
     renderer = load_renderer("k3-nano")
     gaps = {}
     for name, engine_model in {"same": config, "without": config.model_copy(update={"qat": None})}.items():
@@ -127,6 +135,12 @@ def test_linear_modules_of_a_dense_model_by_pattern():
         prepare(model, QatConfig(targets=("attn",)))
     with pytest.raises(UserError, match="has 40 inputs"):
         prepare(torch.nn.ModuleDict({"odd": torch.nn.Linear(40, 8)}), QatConfig(targets=("odd",)))
+
+
+@pytest.mark.parametrize("target", ["lm_head", "*.kv_b_proj", "*.self_attn.*", "*_res.proj"])
+def test_matrices_that_are_also_read_elsewhere_are_refused(target):
+    with pytest.raises(UserError, match="also read outside its linear map"):
+        prepare(build_model(ModelConfig(), seed=0), QatConfig(targets=(target,)))
 
 
 def test_statistics_are_those_of_the_definition():
