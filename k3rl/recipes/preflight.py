@@ -27,12 +27,13 @@ from k3rl.config.jobs import (
 )
 from k3rl.config.rewards import RewardConfig
 from k3rl.config.rollout import AgentConfig
+from k3rl.config.trainer import TrainerConfig
 from k3rl.data import ProblemSource, load_conversations, load_problems
 from k3rl.data.config import DataConfig, JsonlData, SourceConfig
 from k3rl.errors import UserError
 from k3rl.models import ModelConfig
-from k3rl.models.config import PRESETS
-from k3rl.models.loading import check_fits
+from k3rl.models.config import PRESETS, read_json
+from k3rl.models.loading import check_fits, model_folder
 from k3rl.recipes.launch import device_of, renderer_of
 from k3rl.types import Effort
 from rewards.worker import check_rewards
@@ -115,9 +116,11 @@ def _check_single(job: JobBase) -> None:
     match job:
         case SftJob():
             _check_model(job.model, device, training=True)
+            _check_parallel(job.model, job.trainer)
             _first_fits(job, renderer_of(job.model))
         case RlJob():
             _check_model(job.model, device, training=True)
+            _check_parallel(job.model, job.trainer)
             if reason := job.rollout.sampling.why_not_trainable():
                 raise UserError(f"rollout.{reason}")
             problems = _check_problems(
@@ -183,6 +186,18 @@ def _check_model(model: ModelConfig, device: str, training: bool) -> None:
             f"model.path: '{model.path}' has {vocabulary} token ids and its tokenizer {renderer.vocab_size}: "
             "they belong to different models"
         )
+
+
+def _check_parallel(model: ModelConfig, trainer: TrainerConfig) -> None:
+    if trainer.parallel.context > 1 and not _is_k3(model):
+        raise UserError(
+            f"trainer.parallel.context: '{model.path}' cannot share a sequence between ranks, only K3 models can"
+        )
+
+
+def _is_k3(model: ModelConfig) -> bool:
+    raw = {} if model.path in PRESETS else read_json(model_folder(model.path) / "config.json")
+    return model.path in PRESETS or "attn_res_block_size" in raw.get("text_config", raw)
 
 
 def _check_problems(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from k3rl import cli
 from k3rl.models import ModelConfig, build_model, save_model
@@ -102,6 +103,25 @@ def test_a_checkpoint_of_another_model(tmp_path, capsys, checkpoint):
 def test_a_run_folder_with_another_config(tmp_path, capsys):
     RunStore.create(tmp_path / "runs" / "job", yaml.safe_dump({**JOB, "steps": 1, "seed": 7})).close()
     assert "holds a run with another config" in refused(tmp_path, capsys, {}, ran=True)
+
+
+def test_ranks_that_cannot_share_sequences(tmp_path, capsys):
+    trainer = {"parallel": {"ranks": 3, "context": 2}}
+    message = refused(tmp_path, capsys, {"trainer": trainer})
+    assert "3 ranks cannot be divided into groups of 2; ranks must be a multiple of context" in message
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(NANO / file, tmp_path / "llama" / file)
+    capsys.readouterr()  # what the library says while it writes
+    changes = {
+        "model": {"path": str(tmp_path / "llama")},
+        "trainer": {"parallel": {"ranks": 2, "context": 2}},
+    }
+    message = refused(tmp_path, capsys, changes)
+    assert "llama' cannot share a sequence between ranks, only K3 models can" in message
 
 
 def test_too_little_memory(tmp_path, capsys):
