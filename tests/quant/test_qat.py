@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from k3rl.chat import load_renderer
+from k3rl.config.load import load_job
 from k3rl.errors import UserError
 from k3rl.models import ModelConfig, build_model, load_model
 from k3rl.quant import fake_quantise
@@ -141,6 +142,15 @@ def test_linear_modules_of_a_dense_model_by_pattern():
 def test_matrices_that_are_also_read_elsewhere_are_refused(target):
     with pytest.raises(UserError, match="also read outside its linear map"):
         prepare(build_model(ModelConfig(), seed=0), QatConfig(targets=(target,)))
+
+
+def test_every_job_of_the_recipe_computes_in_the_same_scheme():
+    jobs = load_job("configs/qat_nano.yaml").jobs
+    models = [jobs["sft"].model, jobs["rl"].model, *jobs["evaluate"].models.values()]
+    assert all(m.qat == QatConfig() for m in models)
+    assert (jobs["export"].format, jobs["export"].rule) == ("mxfp4", QatConfig().rule)
+    for part in ("evaluation", "engine", "rewards"):
+        assert getattr(jobs["served"], part) == getattr(jobs["evaluate"], part)
 
 
 def test_statistics_are_those_of_the_definition():
