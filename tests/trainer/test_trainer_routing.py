@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
 from trainer_data import make_trajectories, nano, worker
+
+from k3rl.trainer import TrainerWorker
+from k3rl.types import Author, Channel, Effort, Segment, Status, Trajectory
+from rollout.engine import Generation, SamplingParams
+from rollout.native.engine import NativeEngine
 
 
 def record(model, trajectories) -> None:
@@ -30,6 +37,69 @@ def test_replay_takes_the_engines_experts_on_every_token():
     replayed = worker(replay_routing=True).step(data)
     assert replayed["moe/replay_disagreement"] == 0.0
     assert replayed["moe/load_max_over_mean"] >= 1.0
+
+
+def sampled(seed: int, count: int = 12) -> list[Trajectory]:
+    """Trajectories that the engine really samples, in packed steps with others, under weights of the same seed."""
+    rng = random.Random(seed)
+    generations = [
+        Generation(
+            f"g{i}",
+            [rng.randrange(320) for _ in range(rng.randint(2, 30))],
+            SamplingParams(max_tokens=rng.randint(1, 40), ignore_eos=True),
+            key=i,
+        )
+        for i in range(count)
+    ]
+    engine = NativeEngine(nano(1).eval(), 4, 128, max_batch_tokens=16, record_routing=True)
+    engine.submit(generations)
+    finished = 0
+    while finished < count:
+        finished += len(engine.step())
+    out = []
+    for i, g in enumerate(generations):
+        segment = Segment(Author.MODEL, Channel.RESPONSE, g.token_ids, g.logprobs, 0)
+        t = Trajectory("p", i // 4, i % 4, "general", Effort.LOW, g.context_ids, [segment])
+        t.status, t.advantage, t.routing = Status.COMPLETE, rng.uniform(-1, 1), g.routing
+        out.append(t)
+    return out
+
+
+def chosen(w: TrainerWorker, data: list[Trajectory]) -> tuple[int, int]:
+    """(token, layer) pairs at which the trainer's next step takes the engine's experts, and all of them."""
+    same_, all_ = [], []
+    count = w.experts._count
+
+    def watched(ids_TLK: torch.Tensor, recorded_TLK: torch.Tensor) -> None:
+        same = (ids_TLK.sort(-1).values == recorded_TLK.sort(-1).values).all(-1)
+        same_.append(int(same.sum()))
+        all_.append(same.numel())
+        count(ids_TLK, recorded_TLK)
+
+    w.experts._count = watched
+    w.step(data)
+    return sum(same_), sum(all_)
+
+
+def test_trainer_and_engine_agree_on_every_token_of_what_the_engine_sampled():
+    """The trainer's router has moved on by 4 steps of a high rate: its own choices are others."""
+    data = sampled(1)
+    tokens = sum(len(t.prompt_ids) + len(t.token_ids) for t in data)
+    found = {}
+    for replay in (True, False):
+        w = worker(lr=3e-2, replay_routing=replay)
+        for seed in range(4):
+            w.step(make_trajectories(seed))
+        found[replay] = chosen(w, data)
+        metrics = w.step(data)
+        pairs = found[replay][1]
+        assert pairs == tokens * len(w.model.config.moe_layers)
+        assert (
+            metrics["moe/replay_disagreement"] == 0 if replay else metrics["moe/replay_disagreement"] > 0.05
+        )
+    print(f"{tokens} tokens: replayed {found[True]}, own {found[False]}")
+    assert found[True][0] == found[True][1]
+    assert found[False][0] < 0.95 * found[False][1]
 
 
 def test_replaying_the_own_choice_changes_nothing():
