@@ -25,7 +25,7 @@ JOB = {
         "function": "k3rl.data.tasks:keyboard_walk",
         "efforts": {"low": 1, "high": 1, "max": 1},
     },
-    "steps": 4,
+    "steps": 8,
     "rollout": {
         "groups": 4,
         "samples": 2,
@@ -38,6 +38,30 @@ JOB = {
     "colocation": "turns",
 }
 
+PHASES = ("rollout", "reward", "train", "publish", "checkpoint")
+KILLS = 20
+LATER = 6
+"""Kills that wait for the phase's second turn, so that the run gets on by a step."""
+# The job, with a line in a file whenever a phase begins: kills are aimed by it.
+AIMED = """
+import sys
+from contextlib import contextmanager
+from k3rl import cli
+from k3rl.tracking.progress import Progress
+
+phase, path = Progress.phase, sys.argv.pop()
+
+@contextmanager
+def told(self, name):
+    with open(path, "a") as file:
+        print(name, file=file)
+    with phase(self, name):
+        yield
+
+Progress.phase = told
+cli.main()
+"""
+
 
 def start(folder: Path) -> subprocess.Popen:
     """`k3rl run` in a process group of its own."""
@@ -48,8 +72,9 @@ def start(folder: Path) -> subprocess.Popen:
         "    return sum(c.isalpha() for c in text) / (1 + len(text))\n"
     )
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    (folder / "phases").write_text("")
     return subprocess.Popen(
-        [sys.executable, "-m", "k3rl.cli", "run", str(folder / "job.yaml")],
+        [sys.executable, "-c", AIMED, "run", str(folder / "job.yaml"), str(folder / "phases")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -60,17 +85,34 @@ def start(folder: Path) -> subprocess.Popen:
 
 def finish(folder: Path) -> str:
     process = start(folder)
-    output, _ = process.communicate(timeout=280)
+    output, _ = process.communicate(timeout=900)
     assert process.returncode == 0, output
     return output
 
 
-def kill_after(folder: Path, seconds: float) -> None:
+def kill_in(folder: Path, phase: str, turn: int, delay_s: float) -> str:
+    """SIGKILL so long after the phase begins for the turn-th time. Returns the phase that it was by then."""
     process = start(folder)
-    time.sleep(seconds)
+    end_s = time.monotonic() + 600
+    while (folder / "phases").read_text().split().count(phase) < turn:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end_s, f"'{phase}' did not begin"
+        time.sleep(0.002)
+    time.sleep(delay_s)
+    died_in = (folder / "phases").read_text().split()[-1]
+    assert process.poll() is None, "the run ended before it was killed"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
+    return died_in
+
+
+def rollouts(run: Path) -> list[dict]:
+    """All that the store holds of every trajectory, but measured times."""
+    rows = [
+        r for file in sorted((run / "rollouts").glob("*.parquet")) for r in pq.read_table(file).to_pylist()
+    ]
+    return [{name: v for name, v in row.items() if name != "timings_json"} for row in rows]
 
 
 def check_books(run: Path, steps: int) -> list[tuple]:
@@ -95,24 +137,40 @@ def check_books(run: Path, steps: int) -> list[tuple]:
     ]
 
 
-def final_weights(run: Path) -> dict:
-    return load_file(run / f"checkpoints/step-{JOB['steps'] - 1:06d}/trainer/model/model.safetensors")
+def final_state(run: Path) -> dict:
+    """Weights, moments and whatever else the last checkpoint has in tensors, by file and name."""
+    folder = run / f"checkpoints/step-{JOB['steps'] - 1:06d}/trainer"
+    files = sorted(folder.rglob("*.safetensors"))
+    assert {f.parent.name for f in files} >= {"model", "state"}
+    return {(f.relative_to(folder), n): t for f in files for n, t in load_file(f).items()}
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(tmp_path):
+@pytest.mark.timeout(3600)
+def test_a_run_killed_at_random_moments_of_every_phase_ends_like_one_that_was_not(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
     began = time.monotonic()
     finish(whole)
-    length = time.monotonic() - began
+    metrics = [json.loads(line) for line in (whole / "run" / "metrics.jsonl").read_text().splitlines()]
     rng = random.Random(seed := random.randrange(1000))
-    print(f"seed {seed}, an unbroken run takes {length:.1f} s")
-    for _ in range(5):
-        kill_after(broken, rng.uniform(0.4, 1.0) * length)
+    print(f"seed {seed}, an unbroken run takes {time.monotonic() - began:.1f} s")
+    aims = list(PHASES) * (KILLS // len(PHASES))
+    rng.shuffle(aims)
+    later = set(rng.sample(range(KILLS), LATER))
+    died: Counter[str] = Counter()
+    for i, phase in enumerate(aims):
+        takes_s = min(m[f"time/{phase}_s"] for m in metrics)
+        died[kill_in(broken, phase, 2 if i in later else 1, rng.uniform(0, takes_s))] += 1
+        done = len((broken / "run" / "metrics.jsonl").read_text().splitlines()) if i in later else "-"
+        print(f"kill {i + 1}, aimed at {phase}: {dict(died)}, steps done {done}", flush=True)
     finish(broken)
+    print(f"{KILLS} kills and the end: {time.monotonic() - began:.0f} s, by phase {dict(died)}")
+    assert set(PHASES) <= set(died)
     assert check_books(broken / "run", JOB["steps"]) == check_books(whole / "run", JOB["steps"])
-    ours, theirs = final_weights(broken / "run"), final_weights(whole / "run")
+    assert rollouts(broken / "run") == rollouts(whole / "run")
+    ours, theirs = final_state(broken / "run"), final_state(whole / "run")
     assert ours.keys() == theirs.keys()
+    assert any("exp_avg" in name for _, name in ours)
     assert all(ours[name].equal(theirs[name]) for name in ours)
