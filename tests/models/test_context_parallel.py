@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 
 from k3rl.models import ModelConfig, build_model
 from k3rl.models.context_parallel import sharded
+from k3rl.models.k3.attention import MLAttention
 from k3rl.models.k3.kda_ops import kda
 from k3rl.models.packing import Layout
 
@@ -40,6 +41,14 @@ def tokens(count: int) -> torch.Tensor:
     return torch.randint(0, 256, (count + 1,), generator=torch.Generator().manual_seed(count))
 
 
+def watch_logits(model: torch.nn.Module) -> list[MLAttention]:
+    """As QK-Clip does."""
+    layers = [m for m in model.modules() if isinstance(m, MLAttention)]
+    for layer in layers:
+        layer.track_max_logit, layer.max_logit_H = True, None
+    return layers
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/rendezvous"
@@ -54,6 +63,7 @@ def work(rank: int, folder: str) -> None:
         out[f"kda/{count}"] = [o.detach(), *(p.grad for p in mine)]
         out[f"sent/{count}"] = shard.sent
     model = build_model(ModelConfig(path="k3-nano"), seed=0)
+    layers = watch_logits(model)
     for recompute in (False, True):
         model.activation_checkpointing = recompute
         model.train().zero_grad()
@@ -67,7 +77,10 @@ def work(rank: int, folder: str) -> None:
         total = loss.detach().clone()
         dist.all_reduce(total)
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        out[f"model/{recompute}"] = (total, grads)
+        peaks = torch.stack([layer.max_logit_H for layer in layers])
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)
+        out[f"model/{recompute}"] = (total, grads, peaks)
+        watch_logits(model)
     torch.save(out, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -101,10 +114,12 @@ def test_what_is_exchanged_does_not_grow_with_the_sequence(ranks):
 def test_the_whole_model(ranks, recompute):
     """K3-nano with both attentions, residuals and experts. Gradients are sums over ranks."""
     model = build_model(ModelConfig(path="k3-nano"), seed=0).train()
+    layers = watch_logits(model)
     ids = tokens(96)
     loss = loss_of(model, ids[:-1], ids[1:])
     loss.backward()
-    total, grads = ranks[0][f"model/{recompute}"]
+    total, grads, peaks = ranks[0][f"model/{recompute}"]
+    assert torch.allclose(peaks, torch.stack([layer.max_logit_H for layer in layers]), atol=1e-5)
     assert float(total) == pytest.approx(loss.item(), rel=1e-6)
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert grads.keys() == expected.keys()
