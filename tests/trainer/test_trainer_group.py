@@ -24,10 +24,12 @@ def ray_here():
     ray.shutdown()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_group_is_a_worker(ranks, tmp_path):
+@pytest.mark.parametrize(("ranks", "context"), [(1, 1), (2, 1), (2, 2)])
+def test_a_group_is_a_worker(ranks, context, tmp_path):
     config = TrainerConfig(
-        optimizer=AdamWConfig(lr=1e-3, eps=1e-2), parallel=ParallelConfig(ranks=ranks), micro_batch_tokens=100
+        optimizer=AdamWConfig(lr=1e-3, eps=1e-2),
+        parallel=ParallelConfig(ranks=ranks, context=context),
+        micro_batch_tokens=100,
     )
     group = TrainerGroup(NANO, config, seed=3, device="cpu", num_cpus=1, timeout_s=120)
     alone = TrainerWorker(
