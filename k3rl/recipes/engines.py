@@ -88,6 +88,7 @@ def _vllm_engine(
         eos_token_ids=renderer.stop_token_ids,
         decode=renderer.decode,
         dtype=model.dtype,
+        qat=model.qat,
         tensor_parallel_size=choice.tensor_parallel,
         engine_args={**arguments, **choice.arguments},
     )
