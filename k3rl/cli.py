@@ -217,17 +217,21 @@ def export(
             "--format", help="`same` as trained, `bf16`, or `mxfp4`: packed experts, the rest bf16."
         ),
     ] = "same",
-    rule: Annotated[Rule, typer.Option(help="MXFP4: how a block's scale is chosen.")] = "ceil",
+    rule: Annotated[
+        Rule | None, typer.Option(help="MXFP4: how a block's scale is chosen; as in training by default.")
+    ] = None,
     target: Annotated[
         list[str] | None,
-        typer.Option(help="MXFP4: patterns of linear modules to pack; routed experts by default."),
+        typer.Option(
+            help="MXFP4: patterns of linear modules to pack; as in training by default, else routed experts."
+        ),
     ] = None,
 ) -> None:
     """Write a run's last model as a folder that transformers and vLLM load."""
-    from k3rl.quant.export import EXPERTS, Packer
     from k3rl.trainer.export import export as write
+    from k3rl.trainer.export import packer_for
 
-    packer = Packer(tuple(target or (EXPERTS,)), rule)
+    packer = packer_for(run, target or (), rule)
     written = write(run, to, form=form, packer=packer)
     for layer, error in packer.errors.items():
         typer.echo(f"{layer}  relative error {error:.4f}")

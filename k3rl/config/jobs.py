@@ -244,10 +244,10 @@ class ExportJob(JobBase):
     """``@job`` or a run's folder."""
     format: Literal["same", "bf16", "mxfp4"] = "mxfp4"
     """``mxfp4``: packed experts, the rest bfloat16."""
-    rule: Literal["ceil", "floor", "even"] = "ceil"
-    """MXFP4: how a block's scale is chosen."""
+    rule: Literal["ceil", "floor", "even"] | None = None
+    """MXFP4: how a block's scale is chosen. None: as the model was trained, else ``ceil``."""
     targets: tuple[str, ...] = ()
-    """MXFP4: patterns of linear modules to pack; routed experts by default."""
+    """MXFP4: patterns of linear modules to pack. Empty: what the model's `qat` rounds, else routed experts."""
 
 
 SingleJob = Annotated[

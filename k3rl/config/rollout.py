@@ -63,7 +63,7 @@ class NativeEngineConfig(Config):
     """Results independent of batching to the last bit. Slow."""
     expert_weights: Literal["unpacked", "packed"] = "unpacked"
     """Of a model with `qat` on its experts, which are published in MXFP4. ``packed`` holds the 4-bit codes alone, a
-    quarter of bfloat16's memory, at about half the decode speed on an H200 and less on a CPU."""
+    quarter of bfloat16's memory, at about twice the decode speed of experts on an H200, and slower on a CPU."""
 
 
 class VllmEngineConfig(Config):

@@ -23,11 +23,9 @@ from k3rl.models import ModelConfig
 from k3rl.models.checkpoint import weight_map, write_shards
 from k3rl.models.config import read_json
 from k3rl.models.loading import TOKENIZER_FILES, model_folder
-from k3rl.quant.config import EXPERTS
-from k3rl.quant.export import Packer
 from k3rl.recipes.journal import Journal
 from k3rl.trainer.checkpoint import FORMAT
-from k3rl.trainer.export import export
+from k3rl.trainer.export import export, packer_for
 
 
 def run_merge(job: MergeJob) -> Path:
@@ -118,11 +116,12 @@ def run_export(job: ExportJob) -> Path:
     with Journal(job, 1) as journal:
         if journal.done:
             return journal.path
-        packer = Packer(job.targets or (EXPERTS,), job.rule)
+        checkpoint = _checkpoint_of(job.model)
+        packer = packer_for(checkpoint, job.targets, job.rule)
         with journal.progress.phase("export"), journal.store.new_checkpoint(0) as folder:
             target = folder / "trainer" / "model"
             target.parent.mkdir(parents=True)
-            export(_checkpoint_of(job.model), target, form=job.format, packer=packer)
+            export(checkpoint, target, form=job.format, packer=packer)
             (target.parent / "trainer.json").write_text(json.dumps({"format": FORMAT, "version": 0}))
             size = sum(f.stat().st_size for f in target.glob("*.safetensors"))
         errors = {f"export/relative_error/{layer}": e for layer, e in packer.errors.items()}

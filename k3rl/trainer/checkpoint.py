@@ -186,6 +186,7 @@ def _facts(worker: TrainerWorker) -> dict[str, Any]:
         "parameters": _signature(worker),
         "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
         "ranks": worker.world.size,
+        "qat": worker.qat.model_dump(mode="json") if worker.qat else None,
     }
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -14,7 +15,9 @@ from k3rl.errors import UserError
 from k3rl.models.checkpoint import INDEX, read_tensors, weight_map, write_shards
 from k3rl.models.config import read_json
 from k3rl.models.loading import TOKENIZER_FILES, float32_weights
+from k3rl.quant.config import EXPERTS
 from k3rl.quant.export import Packer, in_bfloat16
+from k3rl.quant.mx import Rule
 from k3rl.trainer.checkpoint import read_facts
 
 Form = Literal["same", "bf16", "mxfp4"]
@@ -92,6 +95,16 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return target
+
+
+def packer_for(source: Path | str, targets: Sequence[str] = (), rule: Rule | None = None) -> Packer:
+    """What packs the model of a run or checkpoint: as it was trained, unless said otherwise; routed experts under
+    ``ceil`` where it was trained without `qat`. `UserError` where the source has no complete model.
+    """
+    folder = trainer_folder(latest_checkpoint(source))
+    assert folder is not None  # latest_checkpoint found it
+    trained = read_facts(folder).get("qat") or {}
+    return Packer(targets or trained.get("targets") or (EXPERTS,), rule or trained.get("rule") or "ceil")
 
 
 def _convert(model: Path, target: Path, form: Form, packer: Packer) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class TrainerWorker:
         packed: bool = False,
     ) -> None:
         self.config, self.seed = config, seed
+        self.qat = model.qat if isinstance(model, ModelConfig) else None
         self.world = world or World()
         self.device = device_of(device)
         if config.threads:

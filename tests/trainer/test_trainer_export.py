@@ -10,7 +10,9 @@ from k3rl.config.trainer import LoraConfig
 from k3rl.errors import UserError
 from k3rl.models import ModelConfig, load_model
 from k3rl.models.hf import HFModel
-from k3rl.trainer.export import export, latest_checkpoint
+from k3rl.quant.config import QatConfig
+from k3rl.quant.mx import fake_quantise
+from k3rl.trainer.export import export, latest_checkpoint, packer_for
 from k3rl.weights import checksum
 
 
@@ -59,6 +61,26 @@ def test_an_exported_k3_loads_here_and_the_newest_complete_checkpoint_is_taken(t
     folder = export(tmp_path, tmp_path / "out")
     loaded = load_model(ModelConfig(path=str(folder)))
     assert checksum(loaded.named_weights()) == checksum(w.named_weights())
+
+
+def test_a_model_is_packed_as_it_was_trained_unless_said_otherwise(tmp_path):
+    scheme = QatConfig(targets=("experts", "*.mlp.*_proj"), rule="even")
+    trained = worker(model=ModelConfig(qat=scheme))
+    trained.save(tmp_path / "trained")
+    packer = packer_for(tmp_path / "trained")
+    assert (packer.targets, packer.rule) == (scheme.targets, "even")
+    folder = export(tmp_path / "trained", tmp_path / "out", form="mxfp4", packer=packer)
+    masters = dict(trained.named_weights())
+    served = dict(load_model(ModelConfig(path=str(folder))).named_weights())
+    packed = [n for n in masters if ".experts." in n or ".mlp." in n]
+    assert packed
+    assert all(torch.equal(served[n].float(), fake_quantise(masters[n], rule="even").float()) for n in packed)
+    assert packer_for(tmp_path / "trained", ("experts",), "floor").rule == "floor"
+    worker().save(tmp_path / "plain")
+    assert (packer_for(tmp_path / "plain").targets, packer_for(tmp_path / "plain").rule) == (
+        ("experts",),
+        "ceil",
+    )
 
 
 def test_what_cannot_be_exported_is_said_in_one_sentence(tmp_path):
