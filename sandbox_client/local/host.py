@@ -81,7 +81,7 @@ class Host:
 
     def __init__(self, root: Path, *, unsafe: bool = False) -> None:
         self.isolation = bwrap.none() if unsafe else bwrap.probe_or_none()
-        self.root = root
+        self.root = root = root.absolute()  # launchers work in /
         for folder in (root, root / "live", root / "snapshots"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if root.stat().st_uid != os.geteuid():

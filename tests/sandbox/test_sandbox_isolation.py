@@ -341,3 +341,12 @@ async def test_sandboxes_survive_the_thread_that_made_them(tmp_path: Path) -> No
         assert (await sandbox.exec("echo alive")).stdout == "alive\n"
     finally:
         await backend.close()
+
+
+async def test_a_root_may_be_named_from_where_the_program_stands(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with LocalBackend(Path("runs/sandboxes")) as backend:
+        sandbox = await backend.create(SandboxSpec(limits=LIMITS))
+        monkeypatch.chdir("/")
+        (twin,) = await sandbox.fork()
+        assert (await twin.exec("echo here")).stdout == "here\n"
