@@ -112,9 +112,11 @@ def run_rl(job: RlJob, annotate: Annotate | None = None) -> Path:
                     journal.store.write_rollouts_beside(step, rows)
                     for draw_number, reason in leaving.fates():
                         pool.settle(draw_number, reason)
-                    due = journal.due(step, job.checkpoint_every)
-                    if due:
+                due = journal.due(step, job.checkpoint_every)
+                if due:
+                    with journal.progress.phase("checkpoint"):
                         pool.save_sandboxes()
+                with journal.progress.phase("record"):
                     state = pool.state_dict()
                     journal.store.write_ledger(state["controller"]["ledger"])
                 metrics = step_metrics(
