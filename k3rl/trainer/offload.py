@@ -19,9 +19,8 @@ def move(
             copy.data = copy.data.to(device, non_blocking=True)
         for state in optimizer.state.values():
             for key, value in state.items():
-                if (
-                    isinstance(value, Tensor) and value.ndim > 0
-                ):  # step counts stay where the optimiser put them
+                # step counts stay where the optimiser put them
+                if isinstance(value, Tensor) and value.ndim > 0:
                     state[key] = value.to(device, non_blocking=True)
     if device.type == "cpu" and torch.cuda.is_available():
         torch.cuda.synchronize()

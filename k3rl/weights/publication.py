@@ -118,8 +118,6 @@ class Checksum:
     def add(self, name: str, tensor: Tensor) -> None:
         """The tensor must stay as it is until `hexdigest`."""
         data = as_bytes(tensor)
-        if self._waiting and data.device != self._waiting[0].device:
-            self._sum_up()
         self._infos.append(TensorInfo.of(name, tensor))
         self._waiting.append(data)
         self._waiting_bytes += data.numel()
@@ -130,7 +128,9 @@ class Checksum:
         """sum x_i, sum x_i (2 i F + 1) modulo 2^64 over what waits, and the sum of the bytes that fill no word."""
         if not self._waiting:
             return
-        data = self._waiting[0] if len(self._waiting) == 1 else torch.cat(self._waiting)
+        # Sender and receiver must cut alike, so batches end by bytes alone, wherever a tensor may lie.
+        first = self._waiting[0]
+        data = first if len(self._waiting) == 1 else torch.cat([d.to(first.device) for d in self._waiting])
         self._waiting, self._waiting_bytes = [], 0
         whole = data.numel() // 8 * 8
         words = data[:whole]

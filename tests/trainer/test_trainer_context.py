@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_trainer_ranks import EPS, train
+from test_trainer_ranks import EPS, run_ranks, train
 from trainer_data import make_trajectories, state_of, worker
 
 from k3rl.config.trainer import ParallelConfig, TrainerConfig
@@ -60,7 +56,7 @@ from test_trainer_context import SETTINGS, biases, step
 from test_trainer_ranks import EPS, train
 from trainer_data import make_trajectories, worker
 from k3rl.trainer.distributed import ShardedWorld
-rank, context, address, folder, name = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+rank, address, context, folder, name = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:]
 world = ShardedWorld(rank, 4, address, torch.device("cpu"), 60, context=context)
 w = worker(world=world, micro_batch_tokens=90, optimizer_eps=EPS, seed=1, **SETTINGS[name])
 train(w, world=world)
@@ -74,22 +70,7 @@ world.close()
 
 
 def launch(name: str, context: int, folder: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    env = dict(os.environ, OMP_NUM_THREADS="1")
-    code = CHILD.format(here=str(Path(__file__).parent))
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(context), address, str(folder), name],
-            env=env,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    errors = [c.communicate(timeout=300)[1] for c in children]
-    assert all(c.returncode == 0 for c in children), "\n".join(e[-2000:] for e in errors)
+    run_ranks(CHILD.format(here=str(Path(__file__).parent)), RANKS, context, folder, name)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])

@@ -44,7 +44,7 @@ sys.path.insert(0, {here!r})
 from test_trainer_ranks import EPS, train
 from trainer_data import worker
 from k3rl.trainer.distributed import ShardedWorld
-rank, size, address, folder, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5]
+rank, address, size, folder, what = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:]
 world = ShardedWorld(rank, size, address, torch.device("cpu"), 60)
 w = worker(world=world, micro_batch_tokens=90, optimizer_eps=EPS, seed=1 if what == "train" else 77)
 if what == "train":
@@ -61,23 +61,27 @@ w.close()
 """
 
 
-def launch(size: int, folder: Path, what: str) -> None:
+def run_ranks(code: str, count: int, *arguments: object, timeout_s: float = 300) -> None:
+    """``code`` in a process for each rank, whose arguments are its rank, an address to meet at, and ``arguments``."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
     env = dict(os.environ, OMP_NUM_THREADS="1")
-    code = CHILD.format(here=str(Path(__file__).parent))
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(size), address, str(folder), what],
+            [sys.executable, "-c", code, str(rank), address, *map(str, arguments)],
             env=env,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(size)
+        for rank in range(count)
     ]
-    errors = [c.communicate(timeout=200)[1] for c in children]
+    errors = [c.communicate(timeout=timeout_s)[1] for c in children]
     assert all(c.returncode == 0 for c in children), "\n".join(e[-2000:] for e in errors)
+
+
+def launch(size: int, folder: Path, what: str) -> None:
+    run_ranks(CHILD.format(here=str(Path(__file__).parent)), size, size, folder, what, timeout_s=200)
 
 
 @pytest.fixture(scope="module")
