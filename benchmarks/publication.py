@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 
 sys.path.append(sys.path.pop(0))  # this folder has a rewards.py too
 from harness import Result, seconds
-from rollout_throughput import QWEN3
+from qwen3_shape import QWEN3
 
 from k3rl.config.trainer import TrainerConfig
 from k3rl.models import ModelConfig, load_model

@@ -23,18 +23,13 @@ import torch
 
 sys.path.append(sys.path.pop(0))  # this folder has a rewards.py too
 from harness import Result
+from qwen3_shape import QWEN3
 
 from k3rl.models import ModelConfig, build_model, load_model
 from k3rl.models.smollm2 import smollm2_folder
 from rollout.engine import Generation, SamplingParams
 from rollout.native import NativeEngine
 
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
-    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-    "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False,
-}  # fmt: skip
 TAIL = math.log(8) / 2.3263
 """Standard deviation of log length: p99 / p50 of a log-normal is exp(2.3263 sigma)."""
 HBM_GBS = 4800.0

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from harness import Result
+from qwen3_shape import QWEN3
 
 from k3rl.config.trainer import AdamWConfig, TrainerConfig
 from k3rl.models import ModelConfig, build_model, save_model
@@ -23,12 +24,6 @@ from k3rl.types import Author, Channel, Reward, Segment, Status, Trajectory
 
 PEAK_TFLOPS = 989.0
 """Dense bfloat16 of an H100 or H200, TFLOP/s."""
-SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
-    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-    "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False,
-}  # fmt: skip
 LONGEST_KEPT = 16_384
 """Up to this context activations are kept; beyond it they are computed again in the backward pass."""
 PUBLISHED = {16_384: 11_900.0, 65_536: 10_200.0}
@@ -37,7 +32,7 @@ PUBLISHED = {16_384: 11_900.0, 65_536: 10_200.0}
 def flops_per_token(parameters: int, context: int) -> float:
     """Forward and backward: 6 per weight, and causal attention over half of the context on average."""
     attention = (
-        12 * SHAPE["num_hidden_layers"] * SHAPE["num_attention_heads"] * SHAPE["head_dim"] * context / 2
+        12 * QWEN3["num_hidden_layers"] * QWEN3["num_attention_heads"] * QWEN3["head_dim"] * context / 2
     )
     return 6 * parameters + attention
 
@@ -62,12 +57,12 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="*", default=[16_384, 65_536])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=131_072, help="of a step")
-    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
+    parser.add_argument("--layers", type=int, default=QWEN3["num_hidden_layers"])
     args = parser.parse_args()
     result = Result("trainer_speed", "h200")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": args.layers}))
+        (Path(folder) / "config.json").write_text(json.dumps({**QWEN3, "num_hidden_layers": args.layers}))
         shape = ModelConfig(path=folder, dtype="bfloat16")
         model = build_model(shape, seed=0, device=device)
         save_model(model, Path(folder) / "model")
