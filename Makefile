@@ -18,7 +18,7 @@ demo: install ## Install, then run the main job: cold start, RL with partial rol
 	@echo "Look inside:  $(BIN)/k3rl view runs/quickstart"
 
 test: install-test lint ## Everything CI runs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: install-test ## What is too long for every change
 	$(BIN)/python -m pytest -m slow --timeout 3600

@@ -1,6 +1,7 @@
 """A pipeline of `k3rl run` on this machine, and where its seconds and bytes went: one set of rows per job.
 
     python benchmarks/gpu_recipe.py configs/k3_mini_gpu.yaml --out benchmarks/results/k3_mini_gpu.h200.json
+    python benchmarks/gpu_recipe.py configs/qwen3_shape_gpu.yaml --out benchmarks/results/qwen3_shape_gpu.h200.json
     python benchmarks/gpu_recipe.py configs/quickstart.yaml device=cuda --out benchmarks/results/quickstart.h200.json
 
 A run that is there already is gone on with, as always; rows cover all its steps but the first two of a job, in which
@@ -68,16 +69,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--machine", default="h200")
     args = parser.parse_args()
+    given = dict(o.split("=", 1) for o in args.overrides)
+    name = given.get("name") or yaml.safe_load(args.config.read_text())["name"]
+    folder = Path(given.get("runs", "runs")) / name
+    fresh = not folder.exists()
     began = time.monotonic()
     run = subprocess.run(
         [sys.executable, "-m", "k3rl.cli", "run", str(args.config), *args.overrides], check=False
     )
     seconds = time.monotonic() - began
-    given = dict(o.split("=", 1) for o in args.overrides)
-    name = given.get("name") or yaml.safe_load(args.config.read_text())["name"]
-    folder = Path(given.get("runs", "runs")) / name
     result = Result(name, args.machine)
-    result.row("whole pipeline, starts included", seconds, "s")
+    if fresh:
+        result.row("whole pipeline, starts included", seconds, "s")
     for job in sorted((p.parent for p in folder.glob("*/metrics.jsonl")), key=lambda p: p.stat().st_ctime):
         job_rows(result, job.name, job)
         if (job / "evaluation.json").exists():
