@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +31,9 @@ from k3rl.recipes.records import Leaving, lengths
 from k3rl.tracking.report import by_effort, evaluation_report
 from k3rl.types import Author, Effort, Group, Problem, Status, Trajectory
 from rewards.service import ScoredGroup
+
+SIDE_BY_SIDE = 3
+"""So many models have columns of their own in the printed table; more have rows."""
 
 
 def run_evaluate(job: EvaluateJob) -> Path:
@@ -217,21 +221,30 @@ def well_formed(trajectory: Trajectory, renderer: Renderer, thinking: bool) -> b
 
 
 def print_table(cells: list[dict[str, Any]], stages: list[str]) -> None:
-    """The table a person waits for."""
-    table = Table("domain", "effort", *(f"{s}: {what}" for s in stages for what in ("reward", "thinking")))
-    for domain, effort in sorted({(c["domain"], c["effort"]) for c in cells}, key=by_effort):
-        row = []
+    """The table a person waits for: models side by side, or one below the other where they are many."""
+    found = {(c["domain"], c["effort"], c["stage"]): c for c in cells}
+    rows = sorted({(c["domain"], c["effort"]) for c in cells}, key=by_effort)
+    what = {"reward": ("reward", 3), "thinking": ("thinking_tokens", 1)}
+
+    def text(key: tuple[str, str], stage: str, name: str) -> str:
+        field, digits = what[name]
+        return _number(found.get((*key, stage), {}).get(field), digits)
+
+    console = Console()
+    if len(stages) <= SIDE_BY_SIDE:
+        table = Table("domain", "effort", *(f"{s}: {name}" for s in stages for name in what))
+        for key in rows:
+            table.add_row(*key, *(text(key, s, name) for s in stages for name in what))
+        console.print(table)
+        return
+    if not console.is_terminal:
+        console = Console(width=120)  # of a file: rich would squeeze it into 80
+    for name in what:
+        heads = ("\n".join(key) for key in rows)
+        table = Table(name, *heads, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for stage in stages:
-            cell = next(
-                (c for c in cells if (c["domain"], c["effort"], c["stage"]) == (domain, effort, stage)), None
-            )
-            row += (
-                ["-", "-"]
-                if cell is None
-                else [_number(cell["reward"], 3), _number(cell["thinking_tokens"], 1)]
-            )
-        table.add_row(domain, effort, *row)
-    Console().print(table)
+            table.add_row(stage, *(text(key, stage, name) for key in rows))
+        console.print(table)
 
 
 def _number(value: float | None, digits: int) -> str:

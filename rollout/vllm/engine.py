@@ -327,8 +327,12 @@ class VLLMEngine:
         self._level = 0
 
     def shutdown(self) -> None:
-        """Stop vLLM's workers and free their memory."""
+        """Stop vLLM's workers and free their memory. One that ran in this process leaves no process group behind."""
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
         self._llm.engine_core.shutdown()
+        destroy_model_parallel()
+        destroy_distributed_environment()
 
     def _require_weights(self) -> None:
         if self._level:

@@ -40,7 +40,7 @@ def address(runs):
         yield address
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while playwright is there, asyncio runs nothing else in its thread
 def browser():
     with sync_playwright() as p:
         browser = p.chromium.launch(

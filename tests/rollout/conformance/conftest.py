@@ -1,4 +1,4 @@
-"""Labs for the conformance suite. Engines are made once for the session and are idle between tests."""
+"""Labs for the conformance suite. Engines are made once and are idle between tests."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(
-    scope="session", params=["native-k3", "native-hf", pytest.param("vllm", marks=pytest.mark.vllm)]
+    scope="module", params=["native-k3", "native-hf", pytest.param("vllm", marks=pytest.mark.vllm)]
 )
-def session_lab(request: pytest.FixtureRequest, qwen_folder: Path) -> Iterator[Lab]:
+def made_lab(request: pytest.FixtureRequest, qwen_folder: Path) -> Iterator[Lab]:
     make = {"native-k3": k3_lab, "native-hf": lambda: native_qwen_lab(qwen_folder)}
     make["vllm"] = lambda: vllm_lab(qwen_folder)
     lab = make[request.param]()
@@ -40,14 +40,14 @@ def session_lab(request: pytest.FixtureRequest, qwen_folder: Path) -> Iterator[L
 
 
 @pytest.fixture
-def lab(session_lab: Lab) -> Iterator[Lab]:
+def lab(made_lab: Lab) -> Iterator[Lab]:
     """A lab at rest, before and after."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
-    session_lab.rng = random.Random(seed)
-    assert session_lab.engine.pending() == 0
-    yield session_lab
-    session_lab.engine.pause()
-    session_lab.drain()
-    if session_lab.engine.stats().version != 0:
-        session_lab.engine.load_weights(session_lab.weights["a"], 0)
+    made_lab.rng = random.Random(seed)
+    assert made_lab.engine.pending() == 0
+    yield made_lab
+    made_lab.engine.pause()
+    made_lab.drain()
+    if made_lab.engine.stats().version != 0:
+        made_lab.engine.load_weights(made_lab.weights["a"], 0)
