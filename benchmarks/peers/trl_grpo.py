@@ -2,13 +2,15 @@
 
     pip install -e '.[peers,smollm2]'
     python benchmarks/peers/trl_grpo.py --out benchmarks/results/trl_grpo.cpu.json
-    python benchmarks/peers/trl_grpo.py --device cuda --prompts 32 --out benchmarks/results/trl_grpo.h200.json
+    python benchmarks/peers/trl_grpo.py --device cuda --dtype bfloat16 --prompts 32 \\
+        --out benchmarks/results/trl_grpo.h200.json
 
 One after the other in processes of their own, TRL with transformers' generate (no vLLM), k3rl with its native engine.
 TRL's gradient checkpointing is off: nothing is recomputed on either side. A step is generation, rewards, update and,
 for k3rl, publication; writing checkpoints is left out on both. Memory is the peak of the proportional set size of all
 processes.
-Responses differ, so speeds are per trained token. The first step, warm-up, is not counted.
+Responses differ, so speeds are per trained token. The first step, warm-up, is not counted. ``--model FOLDER`` takes
+another Hugging Face model; where the folder has a config and a tokenizer alone, its weights are random.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def run_trl(args: argparse.Namespace, data: Path, to: Path) -> None:
 
     from k3rl.models.smollm2 import smollm2_folder
 
-    folder, steps = smollm2_folder(), []
+    folder, steps = Path(args.model) if args.model else smollm2_folder(), []
     rows = [json.loads(line) for line in data.read_text().splitlines()]
 
     def score(completions: Any, answer: list[str], completion_ids: Any, **_: Any) -> list[float]:
@@ -108,7 +110,7 @@ def run_k3rl(args: argparse.Namespace, data: Path, to: Path) -> None:
 
     job = {
         "kind": "rl", "name": "k3rl", "runs": str(to.parent), "device": args.device, "thinking": False,
-        "model": {"path": MODEL, "dtype": args.dtype},
+        "model": {"path": args.model or MODEL, "dtype": args.dtype},
         "data": {"type": "jsonl", "path": str(data), "reward": "exact"},
         "steps": args.steps, "checkpoint_every": args.steps,
         "rollout": {
@@ -193,8 +195,9 @@ def measure(side: str, args: argparse.Namespace, folder: Path, data: Path) -> di
     to = folder / side / "facts.json"
     to.parent.mkdir()
     command = [sys.executable, __file__, "--side", side, "--data", str(data), "--to", str(to)]
-    for name in ("device", "dtype", "prompts", "samples", "tokens", "steps"):
-        command += [f"--{name}", str(getattr(args, name))]
+    for name in ("device", "dtype", "prompts", "samples", "tokens", "steps", "model"):
+        if (value := getattr(args, name)) is not None:
+            command += [f"--{name}", str(value)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=sys.stderr)
     memory = Memory(process.pid)
@@ -205,6 +208,15 @@ def measure(side: str, args: argparse.Namespace, folder: Path, data: Path) -> di
     facts = json.loads(to.read_text())
     print(f"{side}: {json.dumps(facts['steps'])}", file=sys.stderr, flush=True)
     return {**facts, "peak_bytes": memory.peak_bytes}
+
+
+def with_weights(args: argparse.Namespace, folder: Path) -> str:
+    """A copy of ``args.model`` with random weights of seed 0."""
+    from k3rl.models import ModelConfig, build_model, save_model
+
+    model = build_model(ModelConfig(path=args.model, dtype=args.dtype), seed=0)
+    save_model(model, folder, args.model)
+    return str(folder)
 
 
 def rate(facts: dict[str, Any]) -> float:
@@ -229,6 +241,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--model", help="folder; SmolLM2-135M-Instruct if not given")
     parser.add_argument("--prompts", type=int, default=2, help="in a step")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="at most, in a response")
@@ -247,11 +260,16 @@ def main() -> None:
     machine = args.out.name.split(".")[1] if args.out else args.device
     result = Result("trl_grpo", machine)
     with tempfile.TemporaryDirectory() as name:
+        what = "SmolLM2-135M"
+        if args.model:
+            what = Path(args.model).name
+            if not any(Path(args.model).glob("*.safetensors")):
+                what, args.model = f"{what} (random weights)", with_weights(args, Path(name) / "model")
         data = Path(name) / "problems.jsonl"
         data.write_text("\n".join(map(json.dumps, problems(args.prompts * args.steps))) + "\n")
         ours, theirs = (measure(side, args, Path(name), data) for side in ("k3rl", "trl"))
     peer = "TRL, transformers generate"
-    label = f"SmolLM2-135M {args.dtype}, {args.prompts} x {args.samples} responses of at most {args.tokens} tokens"
+    label = f"{what} {args.dtype}, {args.prompts} x {args.samples} responses of at most {args.tokens} tokens"
     result.row(f"{label}: trained tokens", rate(ours), "tokens/s", peer, rate(theirs))
     seconds = [median(s["seconds"] for s in f["steps"][1:]) for f in (ours, theirs)]
     result.row(f"{label}: a step", seconds[0], "s", peer, seconds[1])

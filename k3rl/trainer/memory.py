@@ -48,7 +48,8 @@ class MemoryPlan:
 
 def plan(model: LanguageModel, config: TrainerConfig, device: torch.device, ranks: int = 1) -> MemoryPlan:
     """Estimate from the model as it is loaded, before the optimiser exists; weights already on the device
-    count as free.
+    count as free. Activations are those of ``micro_batch_tokens``: packed sequences, or with ``parallel.context``
+    one sequence of that length, of which a rank holds its piece.
     """
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -59,9 +60,10 @@ def plan(model: LanguageModel, config: TrainerConfig, device: torch.device, rank
     layers = max((len(m) for m in model.modules() if isinstance(m, nn.ModuleList)), default=1)
     per_token = ACTIVATION_BYTES[model.activation_checkpointing] * model.hidden_size * layers
     narrowest = min((p.element_size() for p in trained), default=4)
-    activations = config.micro_batch_tokens * per_token * narrowest // 4
+    tokens = -(-config.micro_batch_tokens // config.parallel.context)
+    activations = tokens * per_token * narrowest // 4
     chunk = config.logprob_chunk_mb << 20 or (CUDA_CHUNK_BYTES if device.type == "cuda" else CPU_CHUNK_BYTES)
-    head = min(2 * chunk, 8 * config.micro_batch_tokens * model.vocab_size)
+    head = min(2 * chunk, 8 * tokens * model.vocab_size)
     free = free_memory(device)
     return MemoryPlan(
         weights // ranks,
