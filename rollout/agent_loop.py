@@ -16,6 +16,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from k3rl.chat.renderer import Renderer
 from k3rl.config.rollout import RepetitionConfig, RolloutConfig
 from k3rl.types import Channel, Message, ParsedResponse, Problem, Status, StopReason, Trajectory
@@ -223,6 +225,7 @@ class AgentLoop:
             token_ids=[t for s in turn for t in s.token_ids],
             logprobs=[p for s in turn for p in s.logprobs],
             versions=[s.policy_version for s in turn for _ in s.token_ids],
+            routing=trajectory.routing,
         )
         run.sent = run.checked = in_turn
         return Generate(run.generation)
@@ -253,8 +256,16 @@ class AgentLoop:
                 token_ids=generation.token_ids[run.sent : end],
                 logprobs=generation.logprobs[run.sent : end],
                 version=version,
+                routing=self._routing_until(run, generation, end),
             )
             run.sent = end
+
+    @staticmethod
+    def _routing_until(run: Run, generation: Generation, end: int) -> np.ndarray | None:
+        """Rows that no event had yet of the tokens before the end-th of the open generation."""
+        if generation.routing is None:
+            return None
+        return generation.routing[len(run.record.routing) : len(generation.context_ids) + end - 1]
 
     def looping_from(self, run: Run) -> int | None:
         """Where the open generation must end because it repeats itself, if it does. Depends on its tokens

@@ -59,7 +59,8 @@ class Generation:
     error: str = ""
     routing: np.ndarray | None = None
     """Experts that each token took, int16 [context and response, less the newest token; expert layers;
-    experts a token], where the engine records them: a trainer that replays them chooses as the engine did."""
+    experts a token], where the engine records them: a trainer that replays them chooses as the engine did. A
+    resumed request, or a later turn, brings what it has; a token keeps what was noted when it was first read."""
 
     @property
     def done(self) -> bool:

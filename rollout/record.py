@@ -12,8 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from k3rl.errors import RunError
 from k3rl.types import Author, Channel, Effort, Problem, Segment, Status, StopReason, Trajectory
+from rollout.routing import RoutingRows, routing_from_json, routing_to_json
 
 PROVISIONAL = Channel.RESPONSE
 """Channel of sampled tokens until their turn ends and can be parsed."""
@@ -42,11 +45,13 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True)
 class Sampled(Event):
-    """More tokens of the open turn, all under one policy version."""
+    """More tokens of the open turn, all under one policy version. ``routing``: where the engine records it, int16
+    rows of the tokens read since the last such event; after it, all tokens but the newest have theirs."""
 
     token_ids: list[int]
     logprobs: list[float]
     version: int
+    routing: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +101,13 @@ class Record:
     sampled: int = field(init=False)
     turn_first: int = field(init=False)
     open: bool = field(init=False)
+    routing: RoutingRows = field(init=False)
 
     def __post_init__(self) -> None:
         segments = self.trajectory.segments
         self.length = sum(map(len, segments))
         self.sampled = self.trajectory.sampled_tokens
+        self.routing = RoutingRows(self.trajectory.routing)
         self.turn_first = len(segments)
         while self.turn_first and segments[self.turn_first - 1].author is Author.MODEL:
             self.turn_first -= 1
@@ -175,6 +182,20 @@ class Record:
         self.length += count
         self.sampled += count
         self.open = True
+        self._routed(event)
+
+    def _routed(self, event: Sampled) -> None:
+        if event.routing is None and not self.routing:
+            return
+        if event.routing is not None:
+            self.routing.append(event.routing)
+            self.trajectory.routing = self.routing.array
+        read = len(self.trajectory.prompt_ids) + self.length - 1
+        if len(self.routing) != read:
+            raise RunError(
+                f"rollout: trajectory {event.id} has the routing of {len(self.routing)} tokens, "
+                f"but {read} were read"
+            )
 
     def _turn_ended(self, event: TurnEnded) -> None:
         if not self.open:
@@ -247,12 +268,16 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
         "started_step": trajectory.started_step,
         "finished_step": trajectory.finished_step,
         "timings_s": trajectory.timings_s,
+        "routing": routing_to_json(trajectory.routing),
     }
+
+
+_REBUILT = ("segments", "status", "stop_reason", "effort", "routing")
 
 
 def trajectory_from_json(data: dict[str, Any]) -> Trajectory:
     return Trajectory(
-        **{k: v for k, v in data.items() if k not in ("segments", "status", "stop_reason", "effort")},
+        **{k: v for k, v in data.items() if k not in _REBUILT},
         effort=None if data["effort"] is None else Effort(data["effort"]),
         segments=[
             Segment(Author(author), Channel(channel), ids, logprobs, version)
@@ -260,6 +285,7 @@ def trajectory_from_json(data: dict[str, Any]) -> Trajectory:
         ],
         status=Status(data["status"]),
         stop_reason=None if data["stop_reason"] is None else StopReason(data["stop_reason"]),
+        routing=routing_from_json(data.get("routing")),
     )
 
 

@@ -18,7 +18,13 @@ from k3rl.config.distill import (
     WholeDistribution,
 )
 from k3rl.config.rewards import RewardConfig
-from k3rl.config.rollout import AgentConfig, EngineConfig, NativeEngineConfig, RolloutConfig, SamplingConfig
+from k3rl.config.rollout import (
+    AgentConfig,
+    NativeEngineConfig,
+    RolloutConfig,
+    SamplingConfig,
+    UntrainedEngineConfig,
+)
 from k3rl.config.trainer import TrainerConfig
 from k3rl.data.config import DataConfig
 from k3rl.errors import nearest
@@ -178,7 +184,7 @@ class EvaluateJob(JobBase):
     """Sample a think channel before the response."""
     evaluation: EvaluationConfig
     """Problems and sampling."""
-    engine: EngineConfig = NativeEngineConfig()
+    engine: UntrainedEngineConfig = NativeEngineConfig()
     """What generates."""
     workers: Annotated[int, Field(gt=0)] = 1
     """Rollout workers."""
@@ -222,7 +228,7 @@ class CollectJob(JobBase):
     """How many problems are drawn from the data, each at the effort of its draw."""
     evaluation: EvaluationConfig
     """Problems and sampling; ``efforts`` poses each drawn problem at all of these instead."""
-    engine: EngineConfig = NativeEngineConfig()
+    engine: UntrainedEngineConfig = NativeEngineConfig()
     """What generates."""
     workers: Annotated[int, Field(gt=0)] = 1
     """Rollout workers."""

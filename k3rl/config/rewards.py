@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from k3rl.config.base import Config
-from k3rl.config.rollout import NativeEngineConfig
+from k3rl.config.rollout import NativeEngineConfig, without_routing
 from k3rl.models.config import ModelConfig
 from k3rl.types import Effort
 
@@ -153,7 +153,7 @@ class JudgeModel(Config):
 
     model: ModelConfig
     """Who judges: a model whose chat format knows tools."""
-    engine: NativeEngineConfig = NativeEngineConfig()
+    engine: Annotated[NativeEngineConfig, AfterValidator(without_routing)] = NativeEngineConfig()
     """What it runs on."""
     max_context: int | None = Field(None, gt=0)
     """Tokens of a judgement, prompt and answers. None: what the model can."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from k3rl.config.base import Config
 from k3rl.types import Effort
@@ -64,6 +64,26 @@ class NativeEngineConfig(Config):
     expert_weights: Literal["unpacked", "packed"] = "unpacked"
     """Of a model with `qat` on its experts, which are published in MXFP4. ``packed`` holds the 4-bit codes alone, a
     quarter of bfloat16's memory, at about twice the decode speed of experts on an H200, and slower on a CPU."""
+    record_routing: bool = False
+    """Training jobs, models with experts: note which experts each token took, for the trainer to take the same ones
+    (`trainer.replay_routing`) or to count how often it takes others. Two bytes for each token, expert layer and expert;
+    on a GPU, decode steps are then no CUDA graphs."""
+
+    @model_validator(mode="after")
+    def _records_all(self) -> NativeEngineConfig:
+        other = (
+            "deterministic" if self.deterministic else "prefix_cache_bytes" if self.prefix_cache_bytes else ""
+        )
+        if self.record_routing and other:
+            raise ValueError(
+                f"record_routing and {other} exclude each other: "
+                + (
+                    "the deterministic forward notes no experts"
+                    if self.deterministic
+                    else "tokens from the prefix cache are not read again, so nobody knows their experts"
+                )
+            )
+        return self
 
 
 class VllmEngineConfig(Config):
@@ -83,8 +103,33 @@ class VllmEngineConfig(Config):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Any other argument of vLLM's engine, by its own name."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _records_nothing(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("record_routing"):
+            raise ValueError(
+                "record_routing needs type: native; vLLM does not say which experts a token took"
+            )
+        return data
+
 
 EngineConfig = Annotated[NativeEngineConfig | VllmEngineConfig, Field(discriminator="type")]
+
+
+_Engine = TypeVar("_Engine", NativeEngineConfig, VllmEngineConfig)
+
+
+def without_routing(engine: _Engine) -> _Engine:
+    """`ValueError` where an engine that nobody trains on records routing."""
+    if isinstance(engine, NativeEngineConfig) and engine.record_routing:
+        raise ValueError(
+            "record_routing is for jobs that train on what this engine samples; nobody reads it here"
+        )
+    return engine
+
+
+UntrainedEngineConfig = Annotated[EngineConfig, AfterValidator(without_routing)]
+"""Of jobs that only sample."""
 
 
 class RepetitionConfig(Config):

@@ -59,6 +59,7 @@ def native_engine(
         reuse_stale=keep_cache,
         deterministic=choice.deterministic,
         prefix_bytes=choice.prefix_cache_bytes,
+        record_routing=choice.record_routing,
     )
     return engine, context
 

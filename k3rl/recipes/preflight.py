@@ -26,13 +26,13 @@ from k3rl.config.jobs import (
     SftJob,
 )
 from k3rl.config.rewards import RewardConfig
-from k3rl.config.rollout import AgentConfig
+from k3rl.config.rollout import AgentConfig, EngineConfig, NativeEngineConfig
 from k3rl.config.trainer import TrainerConfig
 from k3rl.data import ProblemSource, load_conversations, load_problems
 from k3rl.data.config import DataConfig, JsonlData, SourceConfig
 from k3rl.errors import UserError
 from k3rl.models import ModelConfig
-from k3rl.models.config import PRESETS, read_json
+from k3rl.models.config import PRESETS, parse_k3_config, preset, read_json
 from k3rl.models.loading import check_fits, model_folder
 from k3rl.recipes.launch import device_of, renderer_of
 from k3rl.types import Effort
@@ -121,6 +121,7 @@ def _check_single(job: JobBase) -> None:
         case RlJob():
             _check_model(job.model, device, training=True)
             _check_parallel(job.model, job.trainer)
+            _check_recording(job.model, job.rollout.engine)
             if reason := job.rollout.sampling.why_not_trainable():
                 raise UserError(f"rollout.{reason}")
             problems = _check_problems(
@@ -193,6 +194,23 @@ def _check_parallel(model: ModelConfig, trainer: TrainerConfig) -> None:
         raise UserError(
             f"trainer.parallel.context: '{model.path}' cannot share a sequence between ranks, only K3 models can"
         )
+
+
+def _check_recording(model: ModelConfig, engine: EngineConfig) -> None:
+    if isinstance(engine, NativeEngineConfig) and engine.record_routing and not _expert_layers(model):
+        raise UserError(
+            f"rollout.engine.record_routing: '{model.path}' has no experts whose choice the native engine can note; "
+            "only K3 models with expert layers have"
+        )
+
+
+def _expert_layers(model: ModelConfig) -> int:
+    if not _is_k3(model):
+        return 0
+    if model.path in PRESETS:
+        return len(preset(model.path, **model.overrides).moe_layers)
+    file = model_folder(model.path) / "config.json"
+    return len(parse_k3_config(read_json(file), str(file)).moe_layers)
 
 
 def _is_k3(model: ModelConfig) -> bool:

@@ -54,6 +54,7 @@ class Example:
     teacher_ids: NDArray[np.int32] | None = None  # [n, K]
     teacher: Floats | None = None  # [n, K]: a teacher's log-probs of these ids
     routing: NDArray[np.int16] | None = None  # [L, expert layers, experts a token], from the engine
+    read: int = 0  # the first so many tokens of `routing` are the engine's; see `_routing`
 
     @property
     def sequence_tokens(self) -> int:
@@ -86,6 +87,7 @@ def from_trajectory(trajectory: Trajectory, group: int, version: int) -> Example
         advantage = np.full(n, trajectory.advantage, np.float32)
     else:
         raise ValueError(f"trajectory {trajectory.id} has no advantage")
+    routing, read = _routing(trajectory, position)
     example = Example(
         key=trajectory.id,
         ids=np.asarray([*trajectory.prompt_ids, *trajectory.token_ids], np.int64),
@@ -94,7 +96,8 @@ def from_trajectory(trajectory: Trajectory, group: int, version: int) -> Example
         behaviour=np.asarray(trajectory.logprobs, np.float32),
         advantage=advantage,
         staleness=version - np.asarray(trajectory.policy_versions, np.int64),
-        routing=_routing(trajectory),
+        routing=routing,
+        read=read,
         **_teacher_top(trajectory, n),
     )
     for name in ("behaviour", "advantage", "staleness"):
@@ -125,17 +128,22 @@ def _teacher_top(trajectory: Trajectory, n: int) -> dict[str, NDArray]:
     return {"teacher_ids": ids, "teacher": logprobs}
 
 
-def _routing(trajectory: Trajectory) -> NDArray[np.int16] | None:
-    """The engine's experts for every token. The last token may not have been read by the engine; nothing is
-    predicted from it, so it takes the experts of the one before.
+def _routing(trajectory: Trajectory, position: Ints) -> tuple[NDArray[np.int16] | None, int]:
+    """The engine's experts for every token, and how many tokens it read. It reads neither the newest token nor what an
+    environment answers at the very end; nothing is predicted from these, so they take the experts of the last one read.
     """
     if trajectory.routing is None:
-        return None
+        return None, 0
     routing = np.asarray(trajectory.routing, np.int16)
     length = len(trajectory.prompt_ids) + len(trajectory.token_ids)
-    if routing.ndim != 3 or len(routing) not in (length - 1, length):
-        raise ValueError(f"trajectory {trajectory.id}: routing of shape {routing.shape} for {length} tokens")
-    return routing if len(routing) == length else np.concatenate([routing, routing[-1:]])
+    needed = int(position[-1]) if len(position) else 0
+    if routing.ndim != 3 or not max(1, needed) <= len(routing) <= length:
+        raise ValueError(
+            f"trajectory {trajectory.id}: routing of shape {routing.shape} for {length} tokens, of which {needed} come "
+            "before the last sampled one"
+        )
+    read = len(routing)
+    return np.concatenate([routing, np.repeat(routing[-1:], length - read, 0)]), read
 
 
 def from_trajectories(trajectories: Sequence[Trajectory], version: int) -> list[Example]:

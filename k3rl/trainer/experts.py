@@ -29,6 +29,13 @@ def engine_routing(micro: MicroBatch) -> Tensor | None:
     return torch.from_numpy(np.concatenate([e.routing for e in micro.examples if e.routing is not None]))
 
 
+def engine_read(micro: MicroBatch) -> Tensor | None:
+    """bool [T], beside `engine_routing`: did the engine read the token?"""
+    if any(e.routing is None for e in micro.examples):
+        return None
+    return torch.from_numpy(np.concatenate([np.arange(len(e)) < e.read for e in micro.examples]))
+
+
 class ExpertWatch:
     """Collects the choices of a step's forward passes. Does nothing for models without experts."""
 
@@ -39,12 +46,14 @@ class ExpertWatch:
     def reset(self) -> None:
         """Begin a step."""
         self._load_LE: Tensor | None = None
-        self._disagreeing = self._compared = 0
+        self._disagreeing = self._compared = self._recorded = 0
 
     @contextmanager
-    def watch(self, recorded_TLK: Tensor | None, tokens: int | None = None) -> Iterator[None]:
-        """Around one forward pass; ``recorded_TLK`` are the engine's choices for its tokens, of which the first
-        ``tokens`` count (None: all).
+    def watch(
+        self, recorded_TLK: Tensor | None, read_T: Tensor | None = None, tokens: int | None = None
+    ) -> Iterator[None]:
+        """Around one forward pass; ``recorded_TLK`` are the engine's choices for its tokens, compared where ``read_T``
+        (None: everywhere). The first ``tokens`` of all count (None: all).
         """
         if self._model is None:
             yield
@@ -53,9 +62,9 @@ class ExpertWatch:
             yield
         if record.forwards and record.forwards[-1].chosen:
             theirs = None if recorded_TLK is None else recorded_TLK[:tokens]
-            self._count(record.ids_TLK()[:tokens], theirs)
+            self._count(record.ids_TLK()[:tokens], theirs, None if read_T is None else read_T[:tokens])
 
-    def _count(self, ids_TLK: Tensor, recorded_TLK: Tensor | None) -> None:
+    def _count(self, ids_TLK: Tensor, recorded_TLK: Tensor | None, read_T: Tensor | None) -> None:
         experts = self._model.config.num_experts if self._model is not None else 0
         layers = ids_TLK.shape[1]
         offset_L = torch.arange(layers, device=ids_TLK.device)[:, None] * experts
@@ -63,14 +72,16 @@ class ExpertWatch:
         counts = torch.bincount(flat, minlength=layers * experts).unflatten(0, (layers, experts))
         self._load_LE = counts if self._load_LE is None else self._load_LE + counts
         if recorded_TLK is not None:
-            ours = ids_TLK.sort(-1).values
-            theirs = recorded_TLK.to(ids_TLK.device).sort(-1).values
-            self._disagreeing += int((ours != theirs).any(-1).sum())
-            self._compared += ours.shape[0] * layers
+            other_TL = (ids_TLK.sort(-1).values != recorded_TLK.to(ids_TLK.device).sort(-1).values).any(-1)
+            read_TL = torch.ones_like(other_TL) if read_T is None else read_T.to(other_TL.device)[:, None]
+            self._disagreeing += int((other_TL & read_TL).sum())
+            self._compared += int(read_TL.expand_as(other_TL).sum())
+            self._recorded += other_TL.numel()
 
     def metrics(self, sharing: dist.ProcessGroup | None = None) -> dict[str, Sum]:
-        """Means over layers: largest load over the mean load, share of experts without a token, and
-        disagreement. Counts of ranks ``sharing`` the sequences are added up first.
+        """Means over layers: largest load over the mean load, share of experts without a token; where an engine
+        recorded its choices, the share of (token, layer) that it recorded and that of those where others were taken.
+        Counts of ranks ``sharing`` the sequences are added up first.
         """
         if self._load_LE is None:
             return {}
@@ -82,16 +93,20 @@ class ExpertWatch:
             "moe/unused_share": Sum.over((load == 0).double().mean(1)),
         }
         if self._compared:
-            one = torch.tensor(float(self._compared), dtype=torch.float64)
-            found["moe/replay_disagreement"] = Sum(
-                torch.tensor(float(self._disagreeing), dtype=torch.float64), one
-            )
+            found["moe/replay_disagreement"] = _share(self._disagreeing, self._compared)
+            found["moe/recorded_share"] = _share(self._compared, self._recorded)
         return found
 
     def _add_over(self, group: dist.ProcessGroup) -> None:
         assert self._load_LE is not None
-        replayed = self._load_LE.new_tensor([self._disagreeing, self._compared])
+        replayed = self._load_LE.new_tensor([self._disagreeing, self._compared, self._recorded])
         flat = torch.cat([self._load_LE.flatten(), replayed])
         dist.all_reduce(flat, group=group)
-        self._load_LE = flat[:-2].view_as(self._load_LE)
-        self._disagreeing, self._compared = int(flat[-2]), int(flat[-1])
+        self._load_LE = flat[:-3].view_as(self._load_LE)
+        self._disagreeing, self._compared, self._recorded = map(int, flat[-3:])
+
+
+def _share(part: int, whole: int) -> Sum:
+    return Sum(
+        torch.tensor(float(part), dtype=torch.float64), torch.tensor(float(whole), dtype=torch.float64)
+    )

@@ -36,7 +36,7 @@ from k3rl.trainer.examples import (
     from_trajectories,
     sampled_positions,
 )
-from k3rl.trainer.experts import ExpertWatch, engine_routing
+from k3rl.trainer.experts import ExpertWatch, engine_read, engine_routing
 from k3rl.trainer.lora import add_adapters
 from k3rl.trainer.optimizer import Masters, build_optimizer, clip_gradients, rate, set_rate
 from k3rl.trainer.policy import Policy, device_of, trainable, whole_weights
@@ -325,7 +325,8 @@ class TrainerWorker:
         part = context.part_of(micro, self.world)
         recorded = part.of_tokens(engine_routing(micro))
         replay = recorded if self.config.replay_routing else None
-        with part.sharing(), self.experts.watch(recorded, part.tokens):
+        read = part.of_tokens(engine_read(micro))
+        with part.sharing(), self.experts.watch(recorded, read, part.tokens):
             logprobs_P, entropy_P, requested_PK = self.policy(
                 part.ids_T,
                 part.cu_N1,

@@ -75,7 +75,7 @@ class NativeEngine:
             raise ValueError(
                 f"a KV budget of {budget} tokens cannot hold one sequence of max_context {self.max_context}"
             )
-        if record_routing and (prefix_bytes or deterministic or not hasattr(model, "record_routing")):
+        if record_routing and (prefix_bytes or deterministic or not _has_experts(model)):
             raise ValueError(
                 "record_routing needs a model with experts, and neither prefixes nor determinism"
             )
@@ -363,6 +363,10 @@ class NativeEngine:
             prefilled_tokens=self._prefilled,
             version=self.version,
         )
+
+
+def _has_experts(model: LanguageModel) -> bool:
+    return hasattr(model, "record_routing") and bool(model.config.moe_layers)
 
 
 class _Batch:

@@ -13,6 +13,7 @@ import torch
 
 from rollout.engine import Generation, SamplingParams
 from rollout.native.stops import StopRules
+from rollout.routing import RoutingRows
 from rollout.sampling import RowSampling
 
 
@@ -32,23 +33,23 @@ class Sequence:
     filled: int = 0
     leader: Sequence | None = None
     twins: list[Sequence] = field(default_factory=list)
-    routing: list[np.ndarray] = field(default_factory=list)  # noted since the record was last written
+    routing: RoutingRows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.routing = RoutingRows(self.generation.routing)
 
     def record(self, routing_TLK: np.ndarray) -> None:
         """Note the routing of tokens that end at `filled`. What is noted already stays, though it be computed
         again: it is what the tokens after it were sampled with."""
-        held = self.generation.routing
-        noted = sum(map(len, self.routing)) + (0 if held is None else len(held))
-        if self.filled > noted:
-            self.routing.append(routing_TLK[len(routing_TLK) - (self.filled - noted) :])
-
-    def settle(self) -> None:
-        """Write what was noted into the generation's record; due whenever the sequence gives up its slot."""
-        held = self.generation.routing
-        parts = ([] if held is None else [held]) + self.routing
-        if self.routing:
-            self.generation.routing = np.concatenate(parts)
-            self.routing = []
+        new = self.filled - len(self.routing)
+        if new > len(routing_TLK):
+            raise RuntimeError(
+                f"generation {self.generation.id}: of {self.filled} tokens in the cache {len(self.routing)} have "
+                f"their routing, and {len(routing_TLK)} were read"
+            )
+        if new > 0:
+            self.routing.append(routing_TLK[len(routing_TLK) - new :])
+            self.generation.routing = self.routing.array
 
     @property
     def missing(self) -> int:

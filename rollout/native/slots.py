@@ -101,9 +101,8 @@ class SlotPool:
             self.runner.cache.copy(leader.slot, [t.slot for t in twins])
         for twin in twins:
             twin.leader, twin.filled = None, leader.filled
-            if leader.generation.routing is not None or leader.routing:
-                leader.settle()
-                twin.generation.routing = leader.generation.routing.copy()
+            if leader.routing.array is not None:  # what a resumed twin noted before stays its own
+                twin.record(leader.routing.array)
         return twins
 
     # -- out -----------------------------------------------------------------------------------------------
@@ -117,7 +116,6 @@ class SlotPool:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Give the slot back. Twins that still wait for this one's prefill go back to the queue."""
-        sequence.settle()
         self._free.append(sequence.slot)
         self.running.remove(sequence)
         sequence.slot, sequence.filled = -1, 0
@@ -145,8 +143,6 @@ class SlotPool:
 
     def clear(self, keep_cache: bool) -> None:
         """Take everything out; with ``keep_cache`` whoever decodes leaves its cache on the host."""
-        for sequence in self.running:
-            sequence.settle()
         if keep_cache:
             for sequence in self.running:
                 if sequence.missing == 1 and sequence.generation.token_ids:

@@ -70,11 +70,11 @@ def chosen(w: TrainerWorker, data: list[Trajectory]) -> tuple[int, int]:
     same_, all_ = [], []
     count = w.experts._count
 
-    def watched(ids_TLK: torch.Tensor, recorded_TLK: torch.Tensor) -> None:
+    def watched(ids_TLK: torch.Tensor, recorded_TLK: torch.Tensor, read_T: torch.Tensor) -> None:
         same = (ids_TLK.sort(-1).values == recorded_TLK.sort(-1).values).all(-1)
         same_.append(int(same.sum()))
         all_.append(same.numel())
-        count(ids_TLK, recorded_TLK)
+        count(ids_TLK, recorded_TLK, read_T)
 
     w.experts._count = watched
     w.step(data)
