@@ -76,8 +76,8 @@ def sampled_positions(trajectory: Trajectory) -> Ints:
 
 
 def from_trajectory(trajectory: Trajectory, group: int, version: int) -> Example:
-    """One trajectory with its advantage. `ValueError` where a per-token field has another length than its
-    tokens.
+    """One trajectory with its advantage, up to its last sampled token: nothing is predicted from what an environment
+    answered after it. `ValueError` where a per-token field has another length than its tokens.
     """
     position = sampled_positions(trajectory)
     n = len(position)
@@ -87,10 +87,12 @@ def from_trajectory(trajectory: Trajectory, group: int, version: int) -> Example
         advantage = np.full(n, trajectory.advantage, np.float32)
     else:
         raise ValueError(f"trajectory {trajectory.id} has no advantage")
-    routing, read = _routing(trajectory, position)
+    whole = np.asarray([*trajectory.prompt_ids, *trajectory.token_ids], np.int64)
+    ids = whole[: position[-1] + 1] if n else whole
+    routing, read = _routing(trajectory, len(ids))
     example = Example(
         key=trajectory.id,
-        ids=np.asarray([*trajectory.prompt_ids, *trajectory.token_ids], np.int64),
+        ids=ids,
         position=position,
         group=group,
         behaviour=np.asarray(trajectory.logprobs, np.float32),
@@ -128,22 +130,17 @@ def _teacher_top(trajectory: Trajectory, n: int) -> dict[str, NDArray]:
     return {"teacher_ids": ids, "teacher": logprobs}
 
 
-def _routing(trajectory: Trajectory, position: Ints) -> tuple[NDArray[np.int16] | None, int]:
-    """The engine's experts for every token, and how many tokens it read. It reads neither the newest token nor what an
-    environment answers at the very end; nothing is predicted from these, so they take the experts of the last one read.
+def _routing(trajectory: Trajectory, length: int) -> tuple[NDArray[np.int16] | None, int]:
+    """The engine's experts for the first ``length`` tokens, and how many of them it read. The newest it may never have
+    read; nothing is predicted from it, so it takes the experts of the one before.
     """
     if trajectory.routing is None:
         return None, 0
     routing = np.asarray(trajectory.routing, np.int16)
-    length = len(trajectory.prompt_ids) + len(trajectory.token_ids)
-    needed = int(position[-1]) if len(position) else 0
-    if routing.ndim != 3 or not max(1, needed) <= len(routing) <= length:
-        raise ValueError(
-            f"trajectory {trajectory.id}: routing of shape {routing.shape} for {length} tokens, of which {needed} come "
-            "before the last sampled one"
-        )
-    read = len(routing)
-    return np.concatenate([routing, np.repeat(routing[-1:], length - read, 0)]), read
+    if routing.ndim != 3 or len(routing) < max(1, length - 1):
+        raise ValueError(f"trajectory {trajectory.id}: routing of shape {routing.shape} for {length} tokens")
+    read = min(len(routing), length)
+    return np.concatenate([routing[:read], routing[read - 1 : read].repeat(length - read, 0)]), read
 
 
 def from_trajectories(trajectories: Sequence[Trajectory], version: int) -> list[Example]:
