@@ -137,6 +137,41 @@ def test_sampling_that_cannot_be_trained_on(tmp_path, capsys):
     assert "rollout.sampling.top_p: the trainer cannot reproduce a truncated distribution" in message
 
 
+def test_routing_that_cannot_be_recorded(tmp_path, capsys):
+    def message(model: dict | None = None, **engine) -> str:
+        rollout = {**JOB["rollout"], "engine": {"type": "native", "record_routing": True, **engine}}
+        return refused(tmp_path, capsys, {"rollout": rollout, "model": model or JOB["model"]})
+
+    found = message(prefix_cache_bytes=1000)
+    assert "'rollout.engine" in found
+    assert "record_routing and prefix_cache_bytes exclude each other" in found
+    assert "record_routing and deterministic exclude each other" in message(deterministic=True)
+    assert "record_routing needs type: native; vLLM does not say" in message(type="vllm")
+    dense = {"path": "k3-nano", "overrides": {"first_k_dense_replace": 4}}
+    assert "rollout.engine.record_routing: 'k3-nano' has no experts" in message(dense)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(NANO / file, tmp_path / "llama" / file)
+    capsys.readouterr()  # what the library says while it writes
+    assert "llama' has no experts" in message({"path": str(tmp_path / "llama")})
+    judge = {"model": {"path": "k3-nano"}, "engine": {"record_routing": True}}
+    found = refused(tmp_path, capsys, {"rewards": {"judges": {"one": judge}}})
+    assert "'rewards.judges.one.engine': record_routing is for jobs that train" in found
+    evaluate = {
+        "kind": "evaluate",
+        "models": {"one": {"path": "k3-nano"}},
+        "evaluation": {"data": JOB["data"]},
+        "engine": {"type": "native", "record_routing": True},
+    }
+    config_file = tmp_path / "evaluate.yaml"
+    config_file.write_text(yaml.safe_dump({**evaluate, "runs": str(tmp_path / "runs")}))
+    assert exit_code("run", str(config_file)) == 2
+    assert "record_routing is for jobs that train on what this engine samples" in capsys.readouterr().err
+
+
 def test_a_prompt_longer_than_the_context(tmp_path, capsys):
     message = refused(tmp_path, capsys, {"rollout": {**JOB["rollout"], "max_context": 16}})
     assert "the limit is 16" in message
